@@ -1,12 +1,12 @@
-"""Planning: the next strategy, and the assignment of sequences to pipelines and micro-batches.
+"""Planner: choice of a strategy, and assignment of sequences to pipelines and micro-batches.
 
-Candidates come from `generators/`, are priced (`price_candidate`) and improved, and get their sequences from
-`assignment/`. The package imports neither torch.distributed nor the runtime.
+`generators/` produce candidates, `price_candidate` prices them, and `assignment/` assigns sequences to them. The
+package imports neither torch.distributed nor the runtime.
 """
 
 from hydragraph import attributes
 
-# A rank that does not plan needs neither numba nor scipy.
+# Names are imported on first use, so a rank that does not plan needs neither numba nor scipy.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner",
     {

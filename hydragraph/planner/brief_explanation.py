@@ -1,4 +1,4 @@
-"""A plan in a few lines, and why the usual strategies and rivals lose."""
+"""Short explanation of a plan, and of why the usual strategies and rivals are slower."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydragraph.spec.training_workload import Workload
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
-    """Return the plan, its costs, and why each usual strategy loses, in at most five lines."""
+    """Return at most five lines: the plan, its costs, and why each usual strategy is slower."""
     tightest = max(range(costs.ranks), key=lambda rank: plan.memory[rank] / plan.limits[rank])
     lines = [
         f"plan: {_in_words(costs, plan)}",
@@ -41,13 +41,13 @@ def _in_words(costs: Costs, plan: Plan) -> str:
     counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
-    also = f", or {more} other{'s' * (more > 1)} for mini-batches that it suits better" if more else ""
+    also = f", and {more} more for mini-batches on which another strategy is faster" if more else ""
     idle = sorted(set(range(costs.ranks)) - set(plan.strategy.devices))
     if not idle:
         return f"{plan.strategy.name}: {pipelines}{also}"
     shown = ", ".join(map(str, idle[:8])) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
     small = all(costs.memory_of(rank) < min(plan.memory[r] for r in plan.strategy.devices) for rank in idle)
-    why = "too little memory for its part" if small else "a step takes longer with them"
+    why = "too little memory for a stage" if small else "a step takes longer with them"
     return f"{plan.strategy.name}: {pipelines}{also}; idle: {shown} ({why})"
 
 
@@ -89,7 +89,7 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 
 
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
-    """Simulate the rivals that an explanation shows within `seconds`, and say why they are slower."""
+    """Simulate the rivals that `Plan.explain` shows, for at most `seconds`, and explain why they are slower."""
     until = time.monotonic() + seconds
     compared = _Compared(Varied(costs, workload.batches), plan)
     rivals = list(plan.rivals)
@@ -112,7 +112,7 @@ class _Compared:
         return device_time(self.varied.costs, self.plan.strategy, self.plan.home, self.plan.assignment)
 
     def verdict(self, rival: Strategy, settled: Settled | None = None) -> tuple[str, float]:
-        """Return why a rival loses, and its seconds; `settled`: owners and assignments, if known."""
+        """Return why a rival is slower, and its seconds; `settled` has owners and assignments, if known."""
         if rival == self.plan.strategy:
             return "is the plan", self.plan.seconds
         try:
@@ -122,18 +122,18 @@ class _Compared:
         if isinstance(found, Shortage):
             return f"does not fit: {found} (memory)", math.inf
         if not math.isfinite(found.seconds):
-            return "cannot take the longest sequence (memory)", math.inf
+            return "has too little memory for the longest sequence", math.inf
         more = found.seconds / self.plan.seconds - 1
         if more < -0.005:
             return f"takes {-more:.0%} less time, but was not simulated during the search", found.seconds
         if more < 0.005:
-            return "takes as long", found.seconds
+            return "takes the same time", found.seconds
         spent = device_time(self.varied.costs, rival, found.home, found.assignments[0])
         return f"takes {more:.0%} longer (mostly {main_cause(spent, self._own)})", found.seconds
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:
-    """Return a line on the devices."""
+    """Return a line that describes the devices."""
     nodes = len({device.node for device in costs.cluster.devices})
     parts = []
     for name, count in Counter(names).items():

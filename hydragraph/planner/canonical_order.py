@@ -65,7 +65,7 @@ def _device(costs: Costs, rank: int) -> Key:
 
 
 def told(found: Finalists, order: Sequence[int]) -> Finalists:
-    """Convert results to the given ranks."""
+    """Convert results from the canonical order to the original ranks."""
     names = dict(enumerate(order))
     settled = tuple(as_told(plan, order) for plan in found.settled)
     passed = tuple(_proposal(proposal, names) for proposal in found.passed)
@@ -74,7 +74,7 @@ def told(found: Finalists, order: Sequence[int]) -> Finalists:
 
 
 def as_told(each: Settled, order: Sequence[int]) -> Settled:
-    """Convert one settled plan to the given ranks."""
+    """Convert one settled plan from the canonical order to the original ranks."""
     strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
     places = places_of(order)
     return replace(

@@ -1,4 +1,4 @@
-"""Plans on fewer nodes, which are best if sending takes longer than computing.
+"""Subsets of a cluster's nodes, because plans on fewer nodes are best if communication takes longer than computation.
 
 nodes, fastest first    A A A B  (of two kinds)
 the first 1, 2, 4, ...  A | A A
@@ -16,7 +16,7 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs with some nodes lost, and the fraction of computing power left, for nodes in planning order."""
+    """Yield costs without some of the canonically ordered nodes, and the remaining fraction of computing power."""
     powers: dict[int, float] = {}
     for rank, device in enumerate(costs.cluster.devices):
         powers.setdefault(device.node, 0.0)
@@ -41,7 +41,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
 
 
 def kind_of(costs: Costs, node: int) -> object:
-    """Return a key of a node's hardware and devices."""
+    """Return a key that is equal for nodes with equal links, cards and devices."""
     built = costs.cluster.node(node)
     devices = [
         (costs.cluster.type_of(rank), device.memory_bytes, costs.health.rate(rank))

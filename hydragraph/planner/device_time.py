@@ -1,8 +1,8 @@
-"""How an average device spends an iteration, in seconds for each cause.
+"""Mean time per device of an iteration, in seconds by cause.
 
-computation  products are smaller, or their sums travel, at a higher tensor-parallel degree
+computation  forwards and backwards, including tensor-parallel communication
 traffic      exposed pulls, pushes and messages, and the update
-bubble       waiting for other stages; without stages: imbalance
+bubble       waiting for other stages; "imbalance" if every pipeline has one stage
 idle         devices without work
 """
 
@@ -19,7 +19,7 @@ _WAITING = (TimeKind.LATE, TimeKind.OTHER)
 
 
 def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
-    """Simulate an iteration; return a device's mean seconds by cause."""
+    """Simulate an iteration; return the mean seconds per device by cause."""
     timeline = costs.changed(home=home).simulate(strategy, assignment)
     accounts = predicted_accounts(timeline)
     staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)
@@ -36,5 +36,5 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(slower: dict[str, float], faster: dict[str, float]) -> str:
-    """Return the cause on which the slower plan spends most more."""
+    """Return the cause whose time grows most from the faster to the slower plan."""
     return max(slower, key=lambda kind: slower[kind] - faster.get(kind, 0.0))

@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Description of a plan in words."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hydragraph.spec.pipeline import GRADIENTS, Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-SHOWN = 6  # rivals
+SHOWN = 6  # maximum number of rivals
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-TIGHT = 0.9  # a plan without measurements warns above this fraction of memory
+TIGHT = 0.9  # fraction of memory above which a plan without measurements warns
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A strategy that lost.
+    """A rejected strategy.
 
     Attributes:
         seconds: time of an iteration; infinite if the strategy does not fit.
-        settled: its owners and assignments, if the search chose them.
+        settled: the strategy with owners and assignments, if the search chose them.
     """
 
     strategy: Strategy
@@ -37,8 +37,8 @@ class Rival:
 
 
 def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:
-    """Return the text of `Plan.explain`, without idle devices' reasons and rivals."""
-    how = "simulated" if chosen.simulated else "its slowest pipeline, with an estimate of traffic"
+    """Return the text of `Plan.explain`, without the reasons for idle devices and the rivals."""
+    how = "simulated" if chosen.simulated else "the slowest pipeline plus estimated traffic"
     lines = [
         f"{workload} on {costs.ranks} devices: {chosen.seconds:.4g} s an iteration ({how}), "
         f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s",
@@ -60,8 +60,8 @@ def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float,
         f"{chosen.memory[tightest] / 1e9:.3g} of {costs.memory_of(tightest) / 1e9:.3g} GB"
     )
     if not costs.measured and chosen.memory[tightest] > TIGHT * costs.memory_of(tightest):
-        lines[-1] += "; on a GPU the allocator needs some more, so try a step before a long run"
-    lines.append(f"state: {_owners(costs, chosen)}" + (f"; {moved / 1e9:.3g} GB change their owner" if moved else ""))
+        lines[-1] += "; a GPU's allocator needs additional memory, so try a step before a long run"
+    lines.append(f"state: {_owners(costs, chosen)}" + (f"; {moved / 1e9:.3g} GB change owners" if moved else ""))
     return "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
-    """Return a pipeline's stages in words; interleaved ones as "7 + 7 layers"."""
+    """Return a pipeline's stages in words; interleaved stages are written as "7 + 7 layers"."""
     stages = []
     for row in dict.fromkeys(pipeline.rows):
         mine = [stage for stage, there in zip(pipeline.stages, pipeline.rows, strict=True) if there == row]
@@ -109,7 +109,7 @@ def _owners(costs: Costs, chosen: Settled) -> str:
     least = f"{min(owning):.2%}"
     most = f"{max(owning):.2%}"
     text = f"ranks own {least} to {most} of it" if least != most else f"ranks own {least} of it each"
-    return text + (f"; none: {_ranks(costs, none)}" if none else "")
+    return text + (f"; ranks without state: {_ranks(costs, none)}" if none else "")
 
 
 def _ranks(costs: Costs, ranks: Sequence[int]) -> str:

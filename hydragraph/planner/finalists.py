@@ -1,12 +1,12 @@
-"""Selection of the few proposals that are settled exactly, by increasingly expensive estimates:
+"""Selection of the few proposals whose owners and memory are determined (settled), by increasingly expensive steps:
 
-pipeline recurrence         every proposal              lower bound of an iteration
-traffic of each card        every proposal              another lower bound
-with its traffic            while the bounds are below the best time
-with fewer pipelines        the best of these, while that helps
-with its own micro-batches  those that may then be best: formed as in a run
-memory and owners           those that may still be best
-a simulation                the best, and any that may end before it
+pipeline recurrence     every proposal: a lower bound on its time
+traffic of each card    every proposal: another lower bound
+estimate with traffic   proposals whose bounds are below the best time
+fewer pipelines         the best proposals, while removing pipelines saves time
+micro-batches           proposals that may then be the best: formed as in a run
+memory and owners       proposals that may still be the best
+simulation              the best proposal, and every proposal that may be faster
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ FEW = 16
 MANY = 64
 # Smaller estimated savings are seldom real.
 SAVES = 0.003
-# Settled plans when choosing among nearly equal ones.
+# Maximum settled plans if nearly equal plans are compared.
 SETTLED = 6
-# Best estimates that are tried with fewer pipelines.
+# Best proposals that are also tried with fewer pipelines.
 LEANER = 3
-# Best estimates that are cut as in a run.
+# Maximum proposals whose micro-batches are formed as in a run.
 CUT = 4
-# The exact time is seldom less than this fraction of the promised one.
+# The exact time is seldom less than this fraction of the promised time.
 PROMISED = 0.97
-# Accuracy of estimates for fewer pipelines.
+# Assumed accuracy of estimates for fewer pipelines.
 ROUGHLY = 0.95
-# Slowdown by pull and push that makes other owners worth trying.
+# Slowdown by pull and push above which other owners are tried.
 WAITING = 1.05
-# Duration of a simulation, in estimates.
+# Duration of a simulation, as a multiple of an estimate's.
 SIMULATION = 40
 
 # Home -> bytes of state that change owner.
@@ -74,9 +74,9 @@ class Proposal:
     """A strategy that might be the best.
 
     Attributes:
-        last_s: last end, without pull, push and update.
+        last_s: end of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
-        across: the strategy with another placement, if any.
+        across: the strategy with another placement on ranks, if any.
         least_s: lower bound of an iteration.
     """
 
@@ -94,8 +94,8 @@ class Finalists:
     """Results of the selection.
 
     Attributes:
-        passed: proposals expected to take longer.
-        short: strategies that do not fit.
+        passed: proposals that were not settled.
+        short: memory shortages of strategies that do not fit.
     """
 
     settled: tuple[Settled, ...] = ()
@@ -186,10 +186,10 @@ def finalists(
     """Settle the most promising proposals exactly.
 
     Args:
-        near: also settle proposals within this fraction of the best.
-        until: deadline (of `time.monotonic`); then one plan that fits is enough.
+        near: also settle proposals within this fraction of the best time.
+        until: deadline, after which one plan that fits is enough.
         known: results of earlier calls, extended in place.
-        moved: bytes that change owner, for the order within `near`; None: by time.
+        moved: returns the bytes that change owner, to order proposals within `near`; None: order by time.
         exactly: simulates a plan; default: `simulated`.
     """
     known = {} if known is None else known
@@ -232,9 +232,9 @@ def finalists(
 
 
 class _Queue:
-    """Proposals, the most promising first, with micro-batches formed as in a run if that is faster.
+    """Queue of proposals, the most promising first, with micro-batches formed as in a run if that is faster.
 
-    Forming them is expensive, so an optimistic time (`promised`) says which proposal comes next.
+    Forming micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class _Queue:
         self._cut = 0
         self._cut_s = 0.0
         self._numbers = count()
-        # Seconds, insertion number, whether it is uncut, and the proposal.
+        # (seconds, insertion number, whether micro-batches are not formed yet, proposal)
         self._heap: list[tuple[float, int, bool, Proposal]] = []
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
@@ -272,7 +272,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate proposals that the best estimate excluded: what is settled may take longer than that."""
+        """Estimate proposals that the best estimate excluded: settled plans may take longer than this estimate."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -281,7 +281,10 @@ class _Queue:
                 self._promise(estimate)
 
     def next(self, limit: float) -> Proposal | None:
-        """Return the next proposal that may take less than `limit` seconds; `others` only without a limit."""
+        """Return the next proposal that may take less than `limit` seconds.
+
+        A proposal without an estimate is returned only if `limit` is infinite.
+        """
         self._estimate_others(limit)
         while self._heap and self._heap[0][0] < limit:
             uncut, proposal = self._pop(limit)
@@ -309,7 +312,7 @@ class _Queue:
     def _try(self, each: Proposal) -> None:
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # a plan may have other owners
+        except Unsupported:  # settling may find owners with which it fits
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:
@@ -345,7 +348,7 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
-    """Return equal owners among training ranks, unless a plan has these or several copies."""
+    """Return a home with equal shares for training ranks; None if the plan has this home or several copies."""
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)
@@ -367,7 +370,7 @@ def _estimated(
 
 
 def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
-    """Return a proposal's placements with estimated seconds."""
+    """Return each placement of a proposal with its estimated seconds."""
     strategies = [strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None]
     seconds = (proposal.expected_s if s.shares else clock.seconds(s, proposal.assignment) for s in strategies)
     return [
@@ -377,7 +380,7 @@ def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
 
 
 class _Clock:
-    """Cached estimates with traffic; owners' memory is not checked."""
+    """Cache of estimates that include traffic; the owners' memory is not checked."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -432,7 +435,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # The remaining pipelines run more micro-batches, but fill once.
+        # The remaining pipelines run more micro-batches, but fill only once.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -443,7 +446,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield a node of each kind: hardware, and pipelines of each form."""
+    """Yield one node of each kind; nodes of a kind have equal hardware and equally many pipelines of each form."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:

@@ -1,7 +1,8 @@
 """Compilation of the planner's search in other processes.
 
 numba compiles a function on its first call: 50 CPU seconds for the whole planner. Installation fills numba's cache
-(`setup.py`). If it is empty, processes plan for a made-up model while a command imports PyTorch and captures its own:
+(`setup.py`). If the cache is empty, processes plan for a made-up model while a command imports PyTorch and captures its
+own model:
 
     python -m hydragraph.planner.first_compilation stages    Metis's search over stages
     python -m hydragraph.planner.first_compilation devices   the search over devices
@@ -36,23 +37,23 @@ from hydragraph.spec.training_workload import Workload
 
 LENGTH = 1024
 LAYERS = 6
-_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up types of devices, and their relative seconds
+_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up device types, and their relative seconds
 
 
 @contextmanager
 def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
-    """Compile what is not compiled yet in other processes; a search waits for each function when it calls it.
+    """Compile missing functions in other processes; a search that calls such a function waits for its compilation.
 
     Yields whether there is anything to compile.
 
     Args:
-        seconds: limit of waiting; then this process compiles by itself.
+        seconds: maximum time to wait, after which this process compiles the functions.
     """
     last = {"stages": exact_optimum.best_labels, "devices": message_rounds.together}
     if varying:
         last["lengths"] = schedule_search.improve
     until = math.inf if seconds is None else time.monotonic() + seconds
-    # If one fails, this process compiles the rest and reports the error.
+    # If a process fails, this process compiles the remaining functions and reports the error.
     processes = [
         subprocess.Popen([sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for what, function in last.items()

@@ -1,10 +1,9 @@
-"""A good plan within a fraction of a second, for a run that waits for one.
+"""A good plan within a fraction of a second, for a run that waits for a plan.
 
-candidates: what runs, with layers by rates, with and without slow ranks or their pipelines; what ran before, without
-lost ranks
-the search, and equal pipelines in node order     with equal sequences of the mean length
-one mini-batch                                    for these, assigned quickly, traffic in order
-memory                                            from the best on, until one fits
+Candidates are the running and earlier strategies without lost ranks; the running strategy with layers by rates, with
+and without slow ranks or their pipelines; and, for equal sequences of a typical length, the search's results and equal
+pipelines in node order. Their times are estimated by a quick assignment of one mini-batch. Memory is checked from the
+fastest candidate on, until one fits.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum estimates of running and of searched strategies; minimum in total.
+# Maximum running and searched strategies, and minimum estimates.
 RUNNING = 3
 MOST = 4
 FEWEST = 5
 SEARCHING = 0.6  # fraction of the deadline for the search
-SLOW = 1.5  # a slower rank may be better left idle
+SLOW = 1.5  # straggling rate above which a rank is also tried idle
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Estimate:
 
     @property
     def charge(self) -> float:
-        """Seconds beyond its slowest pipeline."""
+        """Seconds of an iteration beyond the slowest pipeline."""
         return max(0.0, self.seconds - self.assignment.seconds)
 
 
@@ -66,8 +65,8 @@ def plan_at_once(
     """Return the best strategy found within about `deadline_s`, if any.
 
     Args:
-        others: further strategies, the running one first; ranks beyond the cluster's are lost.
-        deadline_s: no estimate starts later.
+        others: further candidates, the running strategy first; ranks outside the cluster are lost.
+        deadline_s: after this time, only the first `FEWEST` estimates start.
     """
     began = time.monotonic()
     batch = sample(workload)

@@ -1,13 +1,14 @@
 """Improvement of plans for varying lengths, by moves of devices.
 
-The search for equal sequences gives all pipelines of a type one degree, but long sequences need large groups. Moves:
+The search for equal sequences gives all pipelines of a device type one degree, but long sequences need large groups.
+Moves:
 
-    split a node's devices differently, each group a pipeline; or leave the slow ones idle
-    make a pipeline's devices one pipeline, or two, of another degree
-    join two pipelines' devices to one pipeline of some degree
+    split a node's devices into other groups, each with its own pipeline; slow devices may become idle
+    replace a pipeline by one or two pipelines of another degree on its devices
+    merge two pipelines into one pipeline of any degree
     leave a pipeline's devices idle
 
-each for one node or pipeline, and for all equal ones.
+Each move is tried for one node or pipeline, and for all equal ones.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum strategies priced while improving one.
+# Maximum strategies priced to improve one strategy.
 PRICED = 200
-# Moves priced before the best is made: the first gain is often a dead end.
+# Moves priced before the best of them is made: the first gain is often a dead end.
 AT_ONCE = 24
-# Fraction that a move must save.
+# Fraction of the time that a move must save.
 SAVES = 1e-3
-# Moves are priced up to this multiple of the best.
+# Moves are priced if their pace is below this multiple of the best time.
 REACH = 1.15
-# Exposed fraction of pull and push.
+# Assumed fraction of pull and push that is exposed.
 WAITED = 0.25
-# Devices slower than a node's healthiest by this factor may be left idle.
+# Devices slower than their node's healthiest device by this factor may be left idle.
 SLOW = 1.5
 
 Devices = tuple[int, ...]
 
 
 class Yard:
-    """Builder of pipelines from devices, and of moves of devices; every pipeline holds `reach` tokens."""
+    """Builder of pipelines and of moves of devices; every pipeline fits a micro-batch of `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
         typical = workload.typical
@@ -69,7 +70,7 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return approximate seconds of an iteration: always busy pipelines, plus exposed traffic."""
+        """Return the approximate seconds of an iteration with always busy pipelines, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
@@ -92,7 +93,7 @@ class Yard:
         return self._paces[key]
 
     def moves(self, strategy: Strategy) -> Iterator[Strategy]:
-        """Yield the results of one move on a strategy without shared stages."""
+        """Yield the strategies that one move makes from a strategy without shared stages."""
         alike: dict[Hashable, list[Pipeline]] = {}
         for pipeline in strategy.pipelines:
             alike.setdefault(form_of(self._costs, pipeline), []).append(pipeline)
@@ -140,7 +141,8 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # All nodes at once, except one or all equal ones: a layer passes as slowly as in the slowest pipeline.
+        # All nodes at once, possibly except one or all nodes of a kind: the slowest pipeline determines the traffic's
+        # time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -160,11 +162,11 @@ class Yard:
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline of some devices with layers by rates; None if they do not hold the model.
+        """Return a pipeline of some devices with layers by rates; None if the model does not fit.
 
         Args:
-            pipeline: its largest degree is kept if possible.
-            pipelines: number that share the mini-batch.
+            pipeline: pipeline whose largest tensor-parallel degree is kept if possible.
+            pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)
         return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
@@ -202,7 +204,7 @@ class Yard:
 def climbed(
     varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
-    """Improve a strategy that takes all mini-batches, until a deadline."""
+    """Improve a strategy that fits all mini-batches, until a deadline."""
     now = start
     best = varied.seconds(now)
     left = priced

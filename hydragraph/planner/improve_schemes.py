@@ -1,8 +1,8 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starts, for all mini-batches and for
-those at the limit of each scheme. Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or
-<tp8,pp1>.
+The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. They are improved for
+all mini-batches, and for those at the limit of each scheme. Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2
+<tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Candidates improved for each group of mini-batches, and exchanges for each.
+# Maximum candidates improved per group of mini-batches, and maximum exchanges per candidate.
 STARTS = 4
 ROUNDS = 16
 WORTH = 1e-3
 
 
 def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
-    """Return, for each scheme, as many pipelines as fit on the devices."""
+    """Return one strategy for each scheme: as many pipelines as fit on the devices."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 
@@ -37,10 +37,10 @@ def refine(
     *,
     context: int | None = None,
 ) -> list[list[Scheme]]:
-    """Return candidates and improvements: the best static one, then the most useful alternatives.
+    """Return candidates and improved strategies: the best static strategy, then the most useful alternatives.
 
     Args:
-        context: longest sequence of the static one; default: that of `batches`.
+        context: longest sequence that the static strategy must fit; default: the longest of `batches`.
     """
     tuning = TuningSet(profile, batches, devices)
     longest = context if context is not None else max(tuning.longest, default=0)
@@ -57,7 +57,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Return the mini-batches at the limit of each scheme, and their longest sequence."""
+    """Group mini-batches by the least MaxLen that fits; return all groups but the last, with their longest sequence."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -68,9 +68,9 @@ def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDAr
 def climbed(
     start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
-    """Improve a strategy on a group of mini-batches; it still takes `reach` tokens.
+    """Improve a strategy on a group of mini-batches; the result still fits sequences of `reach` tokens.
 
-    Costs of unequal pipelines, which several exchanges may outweigh, are ignored.
+    The costs of unequal pipelines are ignored, because several exchanges may outweigh them.
     """
 
     def price(strategy: Strategy) -> float:
@@ -87,7 +87,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return the best priced strategy that takes `reach`, then those that add most."""
+    """Return the best priced strategy that fits `reach` tokens, then the strategies that save most in addition."""
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
         return []
@@ -97,7 +97,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     if not np.isfinite(totals[at]):
         return []
     chosen = [priced[at]]
-    quickest = table[at]  # with the strategies so far
+    quickest = table[at]  # with the strategies chosen so far
     while True:
         together = np.minimum(table, quickest).sum(1)
         at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))
@@ -108,7 +108,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
 
 
 def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
-    """Yield the results of one exchange: fewer pipelines of one scheme, more of another."""
+    """Yield the strategies that one exchange makes: fewer pipelines of one scheme, more of another."""
     usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
     for old, new in product(dict.fromkeys(strategy), usable):
         count = strategy.count(old)

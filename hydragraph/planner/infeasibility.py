@@ -1,4 +1,4 @@
-"""Diagnosis when no plan fits: which memory, lengths or numbers of devices would fit."""
+"""Diagnosis when no plan fits: the memory, sequence length or number of devices that would suffice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEARLY = 1.05
 
 
 def check_labels(costs: Costs, workload: Workload) -> None:
-    """Reject devices too small for the labels of all sequences.
+    """Reject devices whose memory is too small for the labels of all sequences.
 
     Raises:
         Unsupported: some device is too small.
@@ -46,12 +46,12 @@ def check_labels(costs: Costs, workload: Workload) -> None:
 def nothing_fits(
     costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY, streaming: bool = False
 ) -> Unsupported:
-    """Return the error, with the shortage and remedies."""
+    """Return an error that states the shortage and remedies."""
     state = costs.home.copies * state_bytes(costs)
     room = sum(costs.memory_of(rank) for rank in _running(costs))
     if short and state < room:
         nearest = min(short, key=lambda each: each.bytes)
-        why = f"the nearest, {nearest.strategy.name}: {nearest}"
+        why = f"in the closest strategy, {nearest.strategy.name}, {nearest}"
         first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
     else:
         why = (
@@ -64,8 +64,8 @@ def nothing_fits(
     return Unsupported(
         f"nothing fits: {why}",
         where=f"plan of {costs.ranks} devices for {workload}",
-        remedy=f"{changes}{first}allow recomputation and higher tensor-parallel degrees (a measured profile needs them "
-        "measured: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
+        remedy=f"{changes}{first}allow recomputation and higher tensor-parallel degrees (a measured profile must "
+        "contain them: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
     )
 
 

@@ -1,13 +1,13 @@
-"""Lower bound of any plan's seconds.
+"""Lower bound on the iteration time of any plan.
 
 A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds, at least w(type, block).
-Within T, the devices of a type, with rates x_d, have T sum 1 / x_d such seconds, so T is the least time in which all
-blocks of all sequences can be distributed: a linear program.
+In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d device-seconds. The bound is the least T in
+which all blocks of all sequences can be distributed: a linear program.
 
-No plan ends before a sequence's fastest pass through all blocks, with input gradients only (zb-h1).
+The bound is at least a sequence's fastest pass through all blocks, with input gradients only (zb-h1).
 
-With healthy devices and one kind of block this is Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without
-stragglers.
+With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) of the time
+without stragglers.
 """
 
 from __future__ import annotations

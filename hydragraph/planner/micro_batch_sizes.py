@@ -20,11 +20,11 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
 ANY = 2**62
-# Halvings of a bisection (precision 1e-9), and its effect on a number of sequences.
+# Steps of a bisection (precision 1e-9), and its tolerance on a number of sequences.
 HALVES = 30
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # minimum seconds of a sequence
-# Relative sizes of the first and, reversed, the last micro-batches.
+# Relative sizes of the first and, in reverse order, the last micro-batches.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
@@ -43,7 +43,7 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Return equal sequences in micro-batches formed as in a run, and the last pipeline's end.
+    """Split equal sequences into micro-batches as in a run; return the assignment and the last pipeline's end.
 
     Raises:
         Unsupported: sequences are too long for all pipelines.
@@ -52,7 +52,7 @@ def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assig
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by exact ends; return the last pipeline's end.
+    """Assign equal sequences by exact ends of pipelines; return the assignment and the last end.
 
     Raises:
         Unsupported: as for `cut`.
@@ -100,7 +100,7 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     every = Counter(kinds)
-    high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # for any rounding
+    high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # margin for rounding
     low = 0.0
     for _ in range(HALVES):
         middle = (low + high) / 2
@@ -161,9 +161,9 @@ class _Ends:
 
 
 def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:
-    """Return n sequences in at most m micro-batches.
+    """Return the sizes of at most m micro-batches of n sequences.
 
-    The arguments `first` and `last` are relative sizes of the first and, reversed, the last ones.
+    `first` and `last` are relative sizes of the first and, in reverse order, the last micro-batches.
     """
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
@@ -174,7 +174,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: stages, seconds on the slowest, and memory."""
+    """A pipeline: stages, the slowest stage's seconds per sequence and per micro-batch, and sequences that fit."""
 
     stages: int
     each: float
@@ -183,7 +183,7 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for one length; negative costs, from noise, are clamped."""
+        """Return the kind for sequences of one length; negative costs, caused by noise, are clamped."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 

@@ -1,6 +1,7 @@
 """Planning for heterogeneous devices: `hg.plan`.
 
-Each search (`WAYS`) produces candidates; the best are settled exactly: ranks, assignment, owners and memory.
+Each search (`WAYS`) produces candidates. The best are settled: ranks, assignment, owners and memory are determined
+exactly.
 """
 
 from __future__ import annotations
@@ -57,24 +58,24 @@ WAYS: dict[str, tuple[Way, ...]] = {
 
 ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
-# Usable fractions of memory, tried in turn while every plan is too large.
+# Usable fractions of memory, tried in turn while no plan fits.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state takes more than TIGHT of all memory, ROOMY times the limit is also tried.
+# If the state needs more than TIGHT of all memory, the search is repeated with ROOMY times the limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Settled candidates per search, and of each shape.
+# Maximum settled candidates per search, and per shape.
 SETTLED = 6
 ALIKE = 1
 FEW = 64
-# Settled plans of Metis's search in "auto".
+# Maximum number of plans settled from Metis's search in "auto".
 STAGED = 2
-# Of plans within this fraction of the best, the one that moves the fewest bytes wins.
+# Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
 NEAR = 0.005
-# Fraction of the deadline until which work starts; fraction of that until which searches run.
+# Fraction of the deadline after which no work starts, and the fraction of this time for searches.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3
-# Candidates for the iteration planner; each must save the fraction WORTH of the time.
+# Maximum candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
@@ -96,10 +97,10 @@ class Plan:
         bound: a lower bound on `seconds`.
         rivals: rejected strategies, the closest first.
         assignment: assignment of the first mini-batch.
-        moved_bytes: state that changes owner relative to the running plan.
+        moved_bytes: bytes of state that change owner relative to the running plan.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
         text: `explain` without rivals and idle devices.
-        spare: running ranks that the plan does not use.
+        spare: available ranks that the plan does not use.
     """
 
     strategy: Strategy
@@ -121,15 +122,15 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Relative distance from the bound: 0.05 is 5 %."""
+        """Relative distance from the bound, such as 0.05 for 5 %."""
         return self.seconds / self.bound - 1
 
     def explain(self) -> str:
-        """Return a description of the plan, and why the rivals lost."""
-        lost = [f"lost: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
+        """Return a description of the plan, with the reasons against its rivals."""
+        lost = [f"rejected: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
         if len(self.rivals) > SHOWN:
-            lost.append(f"lost: {len(self.rivals) - SHOWN} more")
-        spare = [f"no work for {', '.join(map(str, self.spare))}: {self._why_spare()}"] if self.spare else []
+            lost.append(f"rejected: {len(self.rivals) - SHOWN} more strategies")
+        spare = [f"no work for ranks {', '.join(map(str, self.spare))}: {self._why_spare()}"] if self.spare else []
         return "\n".join([self.text, *spare, *lost])
 
     def _why_spare(self) -> str:
@@ -145,7 +146,7 @@ class Plan:
         smallest = min(self.memory[rank] for rank in self.strategy.devices)
         if most < smallest:
             return f"their {most / 1e9:.3g} GB are less than the {smallest / 1e9:.3g} GB of the smallest part"
-        return "no plan that fits was found with any of them"
+        return "no plan with any of them was found that fits"
 
     def __str__(self) -> str:
         return self.explain()
@@ -164,13 +165,14 @@ def plan(
     """Plan training on devices that differ by type, memory or current speed.
 
     Args:
-        method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the least cost in
-            Metis's space, "metis" for its memory-aware walk, "auto" for all (Metis's space only up to 64 ranks and
-            without a deadline).
-        running: the current plan, strategy or its text; nearly equal plans that move fewer bytes win.
-        deadline_s: time limit, for the best plan so far; None: the search completes and is deterministic.
+        method: "mixed" for several types of devices (AutoHet), "straggler" for slow devices (Malleus), "search" for the
+            least cost in Metis's search space, "metis" for Metis's memory-aware walk, "auto" for all except "metis"
+            ("search" only up to 64 ranks and without a deadline).
+        running: current plan, strategy or strategy text; among nearly equal plans, the plan that moves the fewest bytes
+            wins.
+        deadline_s: time after which the best plan so far is returned; None: the search completes and is deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
-        schedules: that the run can use, if faster; "zb-h1" needs `backend="eager"`.
+        schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
         streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
 
     Raises:
@@ -207,12 +209,12 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
         )
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
-        raise ValueError(f"deadline_s is {deadline_s!r}: give seconds from 0, or None to search to the end")
+        raise ValueError(f"deadline_s is {deadline_s!r}: give at least 0 seconds, or None to complete the search")
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable garbage collection."""
+    """Disable garbage collection within the context."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -246,7 +248,7 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # Healthy rates: a rank that became slow keeps its state.
+    # With healthy rates, a rank that became slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
@@ -254,7 +256,7 @@ def _plan(
     streaming = streaming and method == "auto"
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
-    # A strategy that cannot take the longest sequence may suit other mini-batches.
+    # A strategy that does not fit the longest sequence may be best for other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, streaming)
@@ -302,7 +304,7 @@ class _Question:
 
 
 def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
-    """Search in planning order; return results on the given ranks, and the fraction of memory used."""
+    """Search in canonical order; return results on the original ranks, and the usable fraction of memory."""
     began = time.monotonic()
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
@@ -323,8 +325,8 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         short += looked.short
         if looked.settled or not looked.short:
             break
-    if asked.ways and PUBLISHED not in asked.ways:  # the others plan on all devices
-        # Subsets get only the broadest search.
+    if asked.ways and PUBLISHED not in asked.ways:  # other methods plan on all devices
+        # Subsets of nodes get only the broadest search.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -358,7 +360,7 @@ def _extended(
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Settle each search's candidates as if it ran alone: "auto" is never worse than one search."""
+    """Settle the candidates of each search separately: "auto" is never worse than one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)
@@ -427,7 +429,7 @@ def _check_copies(costs: Costs) -> None:
     several = {device.node for device in costs.cluster.devices}
     if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
         raise Unsupported(
-            f"{costs.home.copies} copies of the state on different nodes: only node {running.pop()} still runs",
+            f"{costs.home.copies} copies of the state need different nodes, but only node {running.pop()} runs",
             where="plan",
             remedy="plan with a home of one copy, or with a device of another node",
         )
@@ -521,11 +523,11 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
     for settled in sorted(looked.settled, key=lambda one: one.seconds):
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1
-            why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
+            why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more state"
             rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why, settled))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1
-        why = f"would take about {more:.1%} longer" if more >= 0 else "was not simulated: others were taken first"
+        why = f"would take about {more:.1%} longer" if more >= 0 else "was not simulated: other strategies came first"
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(shortage.strategy, math.inf, "", f"does not fit: {shortage}") for shortage in looked.short]
     return tuple(rivals)
@@ -558,7 +560,7 @@ def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence
 
 
 def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
-    """Return the bytes of state that change their owner."""
+    """Return the bytes of state that change owners."""
     if before == after:
         return 0
     nodes = [device.node for device in costs.cluster.devices]

@@ -13,11 +13,11 @@ class Policy:
     """Settings for planning iterations.
 
     Attributes:
-        gain: fraction of the best static strategy's time that choosing must save.
-        sample: mini-batches for that decision.
-        workers: processes that plan ahead; 0: plan when a step begins.
-        ahead: maximum mini-batches being planned or waiting.
-        patience_s: seconds that a step waits for its plan before it takes the quick one.
+        gain: fraction of the best static strategy's time that choosing one in every iteration must save.
+        sample: number of mini-batches for this comparison.
+        workers: number of processes that plan ahead; 0: plan when a step begins.
+        ahead: maximum mini-batches that are being planned or wait for their step.
+        patience_s: seconds that a step waits for its plan before it uses the quick plan.
     """
 
     gain: float = 0.02
@@ -35,12 +35,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """A static strategy, or choosing in every iteration.
+    """Decision between a static strategy and choosing in every iteration.
 
     Attributes:
         static: the best static candidate, if any.
-        gain: fraction of its time that choosing saves.
-        seconds: of each candidate over all mini-batches, infinite if it does not take them; then of choosing.
+        gain: fraction of the static candidate's time that choosing saves.
+        seconds: total seconds of each candidate (infinite if some mini-batch does not fit), then of choosing.
     """
 
     static: int | None
@@ -51,7 +51,7 @@ class Decision:
     def sentence(self, names: Sequence[str], gain: float) -> str:
         """Return the decision as a sentence."""
         if self.static is None:
-            return "a strategy is chosen every iteration: no candidate takes all sample mini-batches"
+            return "a strategy is chosen every iteration: no candidate fits all sample mini-batches"
         what = f"{self.gain:.1%} less time than {names[self.static]} alone"
         if self.dynamic:
             return f"a strategy is chosen every iteration: {what} is expected"

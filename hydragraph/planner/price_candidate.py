@@ -29,7 +29,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
 
-Line = tuple[float, float]  # bytes, and bytes per unit share of the state
+Line = tuple[float, float]  # (fixed bytes, bytes per unit share of the state)
 
 STREAMED_ROUNDS = 5
 MOVES = 64
@@ -39,10 +39,10 @@ NEAR_LIMIT = 0.99
 
 @dataclass(frozen=True)
 class SearchCandidate:
-    """A result of the search: pipelines of forms.
+    """A result of the search: pipelines of groups, by form.
 
     Attributes:
-        together: sequences per micro-batch.
+        together: number of sequences per micro-batch.
         layout: layout of each kind of pipeline; default: the bench's layout.
     """
 
@@ -55,12 +55,12 @@ class SearchCandidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the search expects."""
+        """Seconds of an iteration that the search expects."""
         return self.partition.seconds
 
     @property
     def shape(self) -> object:
-        """Key of similar candidates."""
+        """Key that similar candidates share."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -83,13 +83,13 @@ class SearchCandidate:
 
 @dataclass(frozen=True)
 class Settled:
-    """A runnable strategy.
+    """A runnable strategy with owners and assignments.
 
     Attributes:
         assignments: assignment of each mini-batch.
         by_batch: seconds of each mini-batch, infinite if it does not fit.
         memory: peak bytes of every rank.
-        simulated: whether the seconds were simulated, or traffic estimated.
+        simulated: whether the seconds were simulated; otherwise traffic is estimated.
     """
 
     strategy: Strategy
@@ -108,7 +108,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A strategy that does not fit: the rank shortest of memory, and the missing bytes."""
+    """A strategy that does not fit, the rank that lacks most memory, and the missing bytes."""
 
     strategy: Strategy
     rank: int
@@ -119,7 +119,7 @@ class Shortage:
 
 
 def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
-    """Place pipelines on ranks: within few nodes, and across nodes if that differs."""
+    """Return strategies with pipelines placed within few nodes and, if that differs, across nodes."""
     laid = candidate.laid()
     within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
     return within, None if across == within else across
@@ -147,7 +147,7 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
 
 
 class Ends:
-    """Exact ends of pipelines that run equal micro-batches."""
+    """Exact end times of pipelines that run equal micro-batches."""
 
     def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
@@ -172,7 +172,7 @@ class Ends:
         return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return each pipeline's micro-batches with the earliest last end."""
+        """Return the micro-batches per pipeline for which the last pipeline ends earliest."""
         every = range(len(self._forms))
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
@@ -196,7 +196,7 @@ def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
-    """Return a key of pipelines that take equally long."""
+    """Return a key that pipelines with equal times share."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):
@@ -209,10 +209,10 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
 
 
 def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
-    """Distribute equal sequences in micro-batches of `together`.
+    """Distribute equal sequences in micro-batches of `together` sequences.
 
     Returns:
-        The assignment, and its last end without pull, push and update.
+        The assignment, and the last pipeline's end without pull, push and update.
     """
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
@@ -229,7 +229,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
-    """Choose owners for equal sequences."""
+    """Choose owners; return the settled strategy or its shortage."""
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
         if strategy.streams or strategy.shares:
@@ -254,8 +254,8 @@ def owners(
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state, and every rank's peak memory.
 
-    An owner holds messages in proportion to its share. If stages stream, the window of exchanges limits them, so memory
-    is walked.
+    The memory of messages is proportional to an owner's share. If stages stream, a window limits messages, so memory is
+    found by walking through the instructions.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
@@ -290,7 +290,7 @@ def owners(
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
     """Return owners chosen for each block, and every rank's peak memory, if they fit.
 
-    With stages that stream, ranks short of memory own less.
+    If stages stream, ranks that lack memory get smaller shares.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -311,7 +311,7 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
     """Return every rank's peak bytes over mini-batches.
 
-    Any pipeline of a shape may get the largest micro-batches.
+    Every pipeline is assumed to get the largest micro-batches of its shape.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -345,9 +345,9 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return, by rank, an owner's message bytes at peak activations and at the end, and its stage's gradients.
+    """Return each rank's message bytes as owner of all state, at peak activations and the end, and gradient bytes.
 
-    Sent weights are held until the commit; gradients of later stages arrive during computation.
+    Sent weights stay in memory until the commit; gradients of later stages arrive during computation.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
@@ -371,10 +371,10 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """Micro-batches that determine memory; in a full pipeline, further ones add only tokens.
+    """Micro-batches that determine memory; further micro-batches of a full pipeline add only tokens.
 
     Attributes:
-        largest: of each pipeline, enough to fill it.
+        largest: each pipeline's largest micro-batches, as many as fill it.
         tokens, every: tokens of each pipeline, and of the mini-batch.
     """
 
@@ -392,7 +392,7 @@ class _DecisiveBatches:
 
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return each rank's bytes without state and messages."""
+    """Return each rank's peak bytes without state and messages."""
     return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 
 
@@ -462,6 +462,6 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 
 
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
-    """Return the `most` largest micro-batches (None: all), filled up with the largest."""
+    """Return the `most` largest micro-batches (None: all); repeat the largest if there are fewer."""
     largest = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
     return largest[:1] * ((most or 0) - len(largest)) + largest

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 QUICK = Effort(kicks=1, enough=2e-2)
 SIMULATED = 3
-# Reassignments while a rank is short of memory.
+# Maximum reassignments while a rank lacks memory.
 ROUNDS = 8
 # Maximum ranks for simulations.
 FEW = 128
@@ -45,7 +45,8 @@ class Varied:
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
         """Return approximate seconds of every mini-batch.
 
-        They are infinite for mini-batches that do not fit, and for all if the mean without traffic reaches `below_s`.
+        The seconds are infinite for mini-batches that do not fit, and for all mini-batches if the mean without traffic
+        reaches `below_s`.
         """
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
@@ -74,7 +75,7 @@ class Varied:
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Choose owners, walk memory, and simulate every mini-batch as the iteration planner assigns it."""
+        """Choose owners, find the memory, and simulate every mini-batch with the iteration planner's assignment."""
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
@@ -104,7 +105,7 @@ class Varied:
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
                 return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
-            # MaxLen ignores messages and the rest of the mini-batch.
+            # MaxLen ignores the memory of messages and of the rest of the mini-batch.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
@@ -120,7 +121,7 @@ class Varied:
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
             priced_pipelines = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
             return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in priced_pipelines]
-        if strategy.shares:  # a pipeline's time depends on the others
+        if strategy.shares:  # a pipeline's time depends on other pipelines
             return self.costs.pipelines(strategy)
         pipeline_costs = []
         for pipeline in strategy.pipelines:
@@ -138,10 +139,10 @@ def settle_best(
     known: dict[Strategy, Settled | Shortage],
     most: int = SIMULATED,
 ) -> None:
-    """Settle the strategies with the lowest estimates, until `most` take all mini-batches.
+    """Settle the strategies with the lowest estimates, until `most` of them fit all mini-batches.
 
     Args:
-        until: deadline (of `time.monotonic`); then one that fits is enough, and is not simulated.
+        until: deadline, after which one strategy that fits is enough, without simulation.
     """
     order = list(origins)
     if not is_late(until):
@@ -186,7 +187,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of iteration seconds; a simulation if stages are shared, stream or offload."""
+    """Return an estimator of an iteration's seconds; it simulates if stages are shared, stream or offload."""
     if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

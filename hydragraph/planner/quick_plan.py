@@ -1,4 +1,4 @@
-"""The quick plan, in plain Python: longest first, each where it finishes first."""
+"""The quick plan, in plain Python: assigns sequences longest first, each to the pipeline that finishes it first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
-# Assumed for unmeasured models. Attention's quadratic cost equals the linear one at this number of tokens.
+# Assumptions for unmeasured models. At this number of tokens, attention's quadratic cost equals the linear cost.
 QUADRATIC_FROM = 4096
 # Fixed cost of a micro-batch, in tokens.
 OVERHEAD_TOKENS = 32
@@ -26,7 +26,7 @@ MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
-    """Return assumed costs, in seconds per layer and token; a sequence of `longest` tokens must fit."""
+    """Return assumed costs, in units of a token's time in one layer; a sequence of `longest` tokens must fit."""
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,
@@ -50,7 +50,7 @@ def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...
 
 
 def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence by rough costs; deterministic."""
+    """Assign every non-empty sequence by rough costs; the result is deterministic."""
     longest = max(lengths, default=0)
     return assign_pipelines(rough_costs(strategy, longest), lengths)
 
@@ -68,7 +68,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
         fitting = [p for p, pipeline in enumerate(pipelines) if lengths[i] <= pipeline.max_len]
         if not fitting:
             raise Unsupported(
-                f"sequence {i} has {lengths[i]} tokens, more than every pipeline takes "
+                f"sequence {i} has {lengths[i]} tokens, more than any pipeline fits "
                 f"({max(p.max_len for p in pipelines)})",
                 where="planner",
                 remedy="truncate it, or give more devices to a pipeline",
@@ -106,7 +106,7 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
 
 
 def _best_count(pipeline: PipelineCost, tokens: int) -> int:
-    """Return the best number of micro-batches: with P stages, m take (m + P - 1)(b tokens / m + c).
+    """Return the best number m of micro-batches, which take (m + P - 1)(b tokens / m + c) in P stages.
 
     The minimum is at m = sqrt((P - 1) b tokens / c).
     """

@@ -1,9 +1,9 @@
-"""Refinements of plans that the search found; each result is walked and simulated.
+"""Refinements of plans that the search found; the memory of each result is checked, and its time is simulated.
 
-memory budgets   the largest that fit, for stages that recompute, the later ones first
+memory budgets   the largest budgets that fit, for stages that recompute; later stages first
 schedules        another schedule that the run can use, such as zb-h1
 interleaving     each device runs several stages, with owners chosen again
-sums in pieces   for stages whose ranks then wait less for each other, given their micro-batches
+sums in pieces   for stages that become faster with their micro-batches
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
 
 BUDGETED = 2
-# Maximum groups of stages that get budgets in turn.
+# Maximum groups of stages; budgets are chosen group by group.
 GROUPS = 4
-# Number of interleaved plans, and the minimum fraction of an iteration that remains.
+# Number of interleaved plans, and the minimum fraction of the time that interleaving can reach.
 INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
-# Stages per device that are tried while that helps.
+# Numbers of stages per device, tried in turn while the time decreases.
 VISITS = (2, 4)
-# Minimum fraction of an iteration without full recomputation, which adds a forward.
+# Minimum fraction of the time without full recomputation, which adds a forward.
 LEAST = 3 / 4
 
 
@@ -38,10 +38,10 @@ def refined(
     until: float | None = None,
     in_pieces: bool = True,
 ) -> list[Settled]:
-    """Return plans that fit and are faster than those that they come from.
+    """Return refined plans that fit and are faster than the plans that they refine.
 
     Args:
-        schedules: that the run can use.
+        schedules: schedules that the run can use.
         in_pieces: whether stages may sum in pieces.
     """
     if is_late(until):
@@ -182,7 +182,7 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
 
 
 def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return every rank's peak memory under a plan's owners and assignments, if it fits."""
+    """Return every rank's peak memory with a plan's owners and assignments; None if the strategy does not fit."""
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
         before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))

@@ -1,4 +1,4 @@
-"""A strategy for the current ranks if no given one fits."""
+"""Construction of a strategy for the current ranks if no known strategy fits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return the strategies that fit; if none does, one like the first on `ranks` ranks.
+    """Return the known strategies that fit; if none fits, return a strategy like the first on `ranks` ranks.
 
-    A pipeline gets no fewer devices than the smallest of the first strategy, unless fewer are left. The tensor-parallel
-    degree is kept if possible, which avoids compilation.
+    A pipeline gets at least as many devices as the smallest pipeline of the first strategy, unless fewer are left. The
+    tensor-parallel degree is kept if possible, which avoids compilation.
 
     Raises:
         Unsupported: no strategy fits.
@@ -32,12 +32,12 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
     raise Unsupported(
         f"no strategy like {model} fits",
         where=f"{ranks} ranks",
-        remedy="give one among the strategies that fits fewer ranks",
+        remedy="add a strategy that fits fewer ranks",
     )
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies of the previous degrees if few ranks are idle, then of any; most ranks and pipelines first."""
+    """Yield strategies, most ranks and pipelines first: of the model's degrees if few ranks are idle, then of any."""
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
     smallest = min(len(pipeline.devices) for pipeline in model.pipelines)

@@ -17,12 +17,12 @@ from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-ROUNDING = 1e-9  # relative rounding of sums of prices
+ROUNDING = 1e-9  # relative tolerance for rounding in sums of prices
 
 
 @dataclass(frozen=True)
 class RentalOffer:
-    """Nodes that a budget pays for, and the plan on them."""
+    """Nodes that a budget pays for, and the plan on these nodes."""
 
     costs: Costs
     prices: RentalPrices
@@ -41,7 +41,7 @@ class RentalOffer:
         return " + ".join(f"{count} {name}" for name, count in types.items())
 
     def sentence(self, workload: Workload) -> str:
-        """Return its price and speed in words."""
+        """Return the price and speed of the offer in words."""
         million = per_million_tokens(self.per_hour, self.plan.seconds, workload)
         speed = f"{self.plan.seconds:.4g} s per step, ${million:.4g} per million tokens"
         return f"{self.devices} for ${self.per_hour:.4g} an hour: {speed}"
@@ -77,7 +77,7 @@ def offers(
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every combination of whole nodes that leaves no money for another.
+    """Return the ranks of every combination of whole nodes that leaves too little money for another node.
 
     Raises:
         ValueError: as for `offers`.

@@ -56,7 +56,7 @@ class RentalPrices:
         return per_million_tokens(self.hour(strategy), seconds, workload)
 
     def sentences(self, plan: Plan, workload: Workload) -> list[str]:
-        """Return the price of a plan and of a cheaper rival."""
+        """Return the price of a plan and of a cheaper rival, if any."""
         own = self.million_tokens(plan.strategy, plan.seconds, workload)
         used = len(set(plan.strategy.devices))
         said = [f"price: ${self.hour(plan.strategy):.4g} an hour for {used} devices, ${own:.4g} per million tokens"]

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Input common to all iterations.
+    """Planning input that all iterations share.
 
     Attributes:
-        candidates: pipelines of each.
-        charges: seconds that each takes besides computing.
-        guessed: whether costs are rough; then MaxLen is raised for a longer sequence.
+        candidates: pipelines of each candidate strategy.
+        charges: seconds of each candidate besides computing.
+        guessed: whether costs are rough; if so, MaxLen is raised for longer sequences.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]
@@ -36,7 +36,7 @@ class PlanRequest:
         return replace(self, candidates=tuple(stretched))
 
     def reach(self, candidate: int) -> int:
-        """Return the longest sequence that a candidate takes."""
+        """Return the longest sequence that fits a candidate."""
         return max(p.max_len for p in self.candidates[candidate])
 
     def only(self, candidate: int) -> PlanRequest:
@@ -44,7 +44,7 @@ class PlanRequest:
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
-        """Return the expected seconds, with the charge."""
+        """Return the expected seconds of an assignment, including the candidate's charge."""
         tokens = zip(self.candidates[candidate], assignment.tokens, strict=True)
         return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
@@ -60,7 +60,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A choice or an error, and the planning seconds."""
+    """A choice or an error, and the seconds that planning took."""
 
     choice: Choice | None
     error: Exception | None
@@ -68,7 +68,7 @@ class Answer:
 
 
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
-    """Choose; return any exception in the answer."""
+    """Choose a candidate; return an exception as part of the answer."""
     began = time.perf_counter()
     try:
         choice = request.choose(lengths)
@@ -78,6 +78,6 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
 
 
 def get_ready() -> None:
-    """Load and compile what planning needs."""
+    """Import and compile the functions that planning needs."""
     pipelines = tuple(PipelineCost(1e-9, 1e-6, 1e-4, stages, 64, 8, stages) for stages in (2, 1))
     answer(PlanRequest((pipelines, pipelines[:1]), (0.0, 0.0)), (9, 17, 3, 20))

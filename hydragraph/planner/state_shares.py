@@ -1,7 +1,7 @@
 """Home of a plan: owners by rank or by block, limited by memory, and balanced by speed and link.
 
-An owner of a fraction s of the state takes s k_r seconds, and the largest counts: s_r = min(room_r, T / k_r) for the
-least T such that the fractions add up to 1.
+Rank r takes s_r k_r seconds to own a fraction s_r of the state, and the largest time T counts. The fractions are s_r =
+min(room_r, T / k_r) for the least T such that they add up to 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to this fraction of the largest, or to the second one if room is tight.
+# Shares are rounded to 1/32 of the largest share, or to 1/1024 if room is tight.
 STEPS = (32, 1024)
 CORRECTED = 8
 _HALVINGS = 80
@@ -32,11 +32,11 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
     """Return fractions within `room` that add up to 1, with the least maximum of `seconds * fraction`.
 
     Args:
-        seconds: k of each rank, above 0.
-        room: fraction of the state that each can hold.
+        seconds: seconds k of each rank for the whole state, above 0.
+        room: fraction of the state that each rank can store.
 
     Returns:
-        The fractions; None: too little room.
+        The fractions, or None if there is too little room.
     """
     if room.sum() < 1:
         return None
@@ -53,9 +53,9 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 
 
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
-    """Return fractions like `filled` for two copies: no node has more than half.
+    """Return fractions like `filled` for two copies, such that no node has more than half.
 
-    A node that would have more owns one copy, and the others share the second.
+    A node that would have more than half owns one copy, and other nodes share the second copy.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -77,7 +77,7 @@ def _of_node(parts: Floats, nodes: Sequence[int]) -> Floats:
 
 
 def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
-    """Return the seconds k of owning the whole state; infinite: lost."""
+    """Return each rank's seconds k to own the whole state; infinite for lost ranks."""
     elements = sum(bucket.size for bucket in costs.buckets)
     replicas = len(strategy.pipelines)
     several = costs.ranks > 1
@@ -95,11 +95,11 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
 
 
 def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home) -> Home | None:
-    """Return a home with shares for each rank; None: too little room.
+    """Return a home with a share for each rank, or None if there is too little room.
 
     Args:
-        room: fraction of the state that each rank can hold.
-        given: its copies and nodes are kept.
+        room: fraction of the state that each rank can store.
+        given: home whose copies and nodes are kept.
     """
     seconds = seconds_of_shares(costs, strategy)
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
@@ -140,7 +140,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state without room; with two copies, a node takes at most one."""
+    """Return the fraction of the state without room; with two copies, a node can own at most one of them."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -171,7 +171,7 @@ def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
 
 
 def fraction_of(home: Home, rank: int, ranks: int) -> float:
-    """Return a rank's fraction of the state under a home of shares alone."""
+    """Return a rank's fraction of the state under a home that has only shares."""
     if home.shares is None:
         return home.copies / ranks
     return home.copies * home.shares[rank] / math.fsum(home.shares)
@@ -182,7 +182,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
 
     Args:
         given: a home whose copies and nodes are kept; it is returned without a rule if too few nodes are left.
-        room: elements per rank; None: unlimited, and users own their blocks.
+        room: maximum elements per rank; None: no limit, and ranks own the blocks that they use.
     """
     nodes = _nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):

@@ -1,10 +1,10 @@
-"""Data parallelism whose stages stream: ranks hold few weights and gradients besides their shares.
+"""Data parallelism with streaming stages: ranks store few weights and gradients besides their shares of the state.
 
-With `stream: true` a rank holds two blocks and pulls each twice per micro-batch; with `stream: gradients` it holds the
-weights, and pushes gradients once per micro-batch.
+With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, a
+rank stores all weights and pushes gradients once per micro-batch.
 
-An iteration takes at least as long as its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the
-mini-batch, and as the slowest rank's traffic. Strategies with the least maximum are simulated.
+An iteration takes at least the time of its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the
+mini-batch, and at least the time of the slowest rank's traffic. Strategies with the lowest bounds are simulated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     """Return simulated strategies that stream, and shortages.
 
     Args:
-        below_s: strategies expected to take longer are left out; infinite: no plan is known.
+        below_s: strategies that are expected to take longer are skipped; infinite if no plan is known.
         until: deadline, ignored while no plan is known.
     """
     varied = Varied(costs, workload.batches)
@@ -79,7 +79,7 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the smallest strategy fits: of the highest degree, streaming all and recomputing."""
+    """Return whether the strategy that needs least memory fits: highest degree, streaming all, recomputing."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
@@ -88,7 +88,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
 
 
 def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
-    """Yield each kind of stage of all devices, and groups of its degree within nodes."""
+    """Yield each kind of stage that all devices support, and groups of its degree within nodes."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
@@ -118,7 +118,7 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
 
 
 def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the seconds of computation in full pipelines."""
+    """Return the seconds of computation if all pipelines are always full."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
@@ -128,7 +128,7 @@ def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
 
 
 def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
-    """Return about how many micro-batches each pipeline runs."""
+    """Return the approximate number of micro-batches of each pipeline."""
     tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
     limits = [max(pipeline.max_len, workload.longest) for pipeline in pipeline_costs(owned, strategy)]
     return [math.ceil(tokens / limit) for limit in limits]
@@ -137,7 +137,7 @@ def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) 
 def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
     """Return the slowest stage's seconds of pulls and pushes.
 
-    Owners are all ranks for data parallelism, and those that compute a layer for pipelines of equal depth.
+    With pipelines of one stage, all ranks own state; otherwise the ranks that compute a layer own its state.
     """
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)

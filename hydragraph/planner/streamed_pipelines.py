@@ -1,7 +1,7 @@
-"""Pipelines whose stages stream, for when no plan fits otherwise.
+"""Pipelines with streaming stages, used if no other plan fits.
 
-Stages own what they compute as far as memory allows, so most pulls and pushes stay on the rank. A pipeline takes groups
-of equal tensor-parallel degree from all nodes, and its layers follow their memory.
+Stages own the layers that they compute as far as memory allows, so most pulls and pushes stay on the rank. A pipeline
+consists of groups of equal tensor-parallel degree from all nodes, with layers in proportion to the groups' memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hydragraph.spec.training_workload import Workload
 def streamed_pipelines(
     costs: Costs, workload: Workload, below_s: float, until: float | None
 ) -> list[Settled | Shortage]:
-    """Return simulated strategies of several streaming stages, and shortages, like `streamed`."""
+    """Return simulated pipelines of several streaming stages, and shortages; for the arguments, see `streamed`."""
     varied = Varied(costs, workload.batches)
     outcomes: list[Settled | Shortage] = []
     able = 0

@@ -1,13 +1,13 @@
-"""Lower bound of an iteration from the traffic of network cards, for any owners of the state.
+"""Lower bound on an iteration's time from the traffic of network cards, for any owners of the state.
 
 Tensor-parallel groups must be in one node. Let stages on node n pull w_n bytes of a block's weights and push g_n of its
 gradients, summed over pipelines (W and G over nodes), and let n own a fraction f_n of the block's state. Then
 
-    n takes in    (1 - f_n) w_n + f_n (G - g_n)
+    n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-A node's cards limit its sums over blocks, and all cards the total. For each block the minimum over f counts: for a node
-at f_n = 0 or 1, for all nodes if the one that uses most of the block owns it.
+A node's cards limit the node's sums over blocks, and all cards together limit the total. Each block counts with its
+minimum over f: for one node, f_n is 0 or 1; for all nodes together, the node that uses most of the block owns it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
-    """Return the bytes of every block's weights and gradients; shared ones count at the first block."""
+    """Return the bytes of every block's weights and gradients; shared parameters count at their first block."""
     first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
     weights = np.zeros(len(costs.outline.blocks))
     gradients = np.zeros(len(costs.outline.blocks))
@@ -50,7 +50,7 @@ class Cards:
         self._speed = np.array([_speed(costs.cluster, number) for number in places])
 
     def least_s(self, strategy: Strategy) -> float:
-        """Return a lower bound of an iteration of busy pipelines without shared stages."""
+        """Return a lower bound on an iteration's seconds for busy pipelines without shared stages."""
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0
@@ -62,11 +62,11 @@ class Cards:
                 done += stage.layers
                 for rank in stage.devices:
                     uses[self._node[rank], begin:end] += 1 / stage.tp
-        # A collective may bring a block used whole by every rank into each node once.
+        # If every rank uses a whole block, a collective may send it to each node only once.
         everywhere = uses.sum(0) == len(self._node)
         uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients
-        if self._copies > 1:  # weights are pulled from the nearer owner, gradients pushed to the first
+        if self._copies > 1:  # weights come from the nearer owner, gradients go to the first owner
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
             return float(far.sum() / self._speed.sum())
         received = np.minimum(w, g.sum(0) - g).sum(1)

@@ -1,12 +1,12 @@
-"""Estimate of an iteration's end with pull and push.
+"""Estimate of an iteration's end, including pull and push.
 
-Exchanges pass one after another: pulls in the order of blocks, pushes in reverse. With p_b and q_b the slowest rank's
-seconds,
+Exchanges run one after another: pulls in the order of blocks, pushes in reverse order. With p_b and q_b the slowest
+rank's seconds for bucket b,
 
-    a bucket arrives at       P_b = p_0 + ... + p_b, before any pipeline's first forward of it
+    a bucket arrives at       P_b = p_0 + ... + p_b, before any pipeline's first forward that uses it
     its gradient is complete  C_b = after all pipelines' last backwards of the blocks that use it
-    and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
-    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, with h_b the time to hand it on
+    its gradient arrives at   Q_b = max(Q_(b + 1), C_b) + q_b
+    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, with h_b the time of this transfer
 
 The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update.
 """
@@ -33,7 +33,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return the approximate seconds; see `Iterations`."""
+    """Return the approximate seconds of an iteration; see `Iterations`."""
     return Iterations(costs, strategy).seconds(assignment)
 
 
@@ -41,7 +41,7 @@ class Iterations:
     """Approximate seconds of a strategy's iterations.
 
     Args:
-        costs, strategy: under the plan's home, without shared stages.
+        costs: costs with the plan's home. strategy: strategy without shared stages.
     """
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
@@ -135,7 +135,7 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return when each block's last backward ends if weights arrive at `there`."""
+        """Return the time at which each block's last backward ends, if weights arrive at the times `there`."""
         stages = [stage.under(schedule) for stage in self._stages]
         early, forward, backward, ahead, back = _rows(stages, batches)
         now = 0.0

@@ -1,4 +1,4 @@
-"""Mini-batches for quick prices of many strategies."""
+"""Sample mini-batches for quickly pricing many strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Sequences x devices: a larger set is cut to its first mini-batches.
+# Maximum sequences times devices; a larger set is reduced to its first mini-batches.
 WORK = 3_000_000
 
 
@@ -30,7 +30,7 @@ class TuningSet:
 
     Attributes:
         longest: longest sequence of each mini-batch.
-        priced: computing seconds [B], by strategy.
+        priced: computing seconds for each mini-batch [B], by strategy.
     """
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
@@ -44,12 +44,12 @@ class TuningSet:
         self.priced: dict[Strategy, Floats] = {}
 
     def reach(self, strategy: Strategy) -> int:
-        """Return the longest sequence that a strategy takes."""
+        """Return the longest sequence that fits a strategy."""
         tables = self._for(sum(tp * pp for tp, pp in strategy))
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return the seconds [B], infinite if it does not fit."""
+        """Return a strategy's seconds for each mini-batch [B], infinite if the mini-batch does not fit."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:

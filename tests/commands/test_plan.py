@@ -93,7 +93,7 @@ def test_lengths_come_from_text_or_from_a_token_file(folder: Path) -> None:
         (("--strategy", "<tp3,pp1>"), {}, "scheme <tp3,pp1>: it was not measured"),
         (("--strategy", "4*<tp4,pp1>"), {}, "needs 16 devices, but there are 8"),
         (("--deadline", "0"), {}, "--deadline is for devices that differ"),
-        (("--context", "900000"), {}, "no measured scheme takes 900000 tokens on 8 devices"),
+        (("--context", "900000"), {}, "no measured scheme fits 900000 tokens on 8 devices"),
     ],
 )
 def test_a_mistake_is_a_sentence(
@@ -257,7 +257,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "other.yaml: rank 7 is not in "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "list.yaml"), "give rates by rank, such as {3: 2.57"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "lost.yaml"), "all devices are lost"),
-        (("--cluster", "small.yaml", *TYPES, *SOME), "nothing fits: the nearest, 2*<tp2,pp1>w: rank "),
+        (("--cluster", "small.yaml", *TYPES, *SOME), "nothing fits: in the closest strategy, 2*<tp2,pp1>w, rank "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--devices", "4"), "--devices is for equal devices"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--explain"), "--explain is for equal devices"),
         ((*TYPES[:2], "--health", "half.yaml"), "--health is for devices that differ: also give --cluster"),

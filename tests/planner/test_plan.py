@@ -179,7 +179,7 @@ def test_a_plan_explains_itself() -> None:
             lambda: priced.costs(4, priced.mixed(), hg.Health({2: math.inf, 3: math.inf})).changed(
                 home=hg.Home(copies=2)
             ),
-            "2 copies of the state on different nodes: only node 0 still runs",
+            "2 copies of the state need different nodes, but only node 0 runs",
         ),
     ],
 )
@@ -228,7 +228,7 @@ def test_what_is_no_deadline_and_no_strategy_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     workload = hg.Workload(sequences=4, length=LENGTH)
     for deadline in (-1.0, math.nan, "1"):
-        with pytest.raises(ValueError, match="give seconds from 0"):
+        with pytest.raises(ValueError, match="give at least 0 seconds"):
             hg.plan(costs, workload, deadline_s=deadline)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no rank"):
         hg.plan(costs, workload, running="3*<tp1,pp1>")
@@ -256,7 +256,7 @@ def test_the_published_grouping_plans_too_and_ours_is_no_worse() -> None:
 def test_a_solver_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cvxpy", None)
     costs = priced.costs(4, priced.mixed())
-    with pytest.raises(hg.Unsupported, match=r"(?s)cvxpy with SCIP, which is not installed.*hydragraph\[exact\]"):
+    with pytest.raises(hg.Unsupported, match=r"(?s)SCIP is required, but not installed.*hydragraph\[exact\]"):
         hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "mixed", solver="scip")
 
 

@@ -132,5 +132,5 @@ def test_mistakes_are_refused() -> None:
         explain(PROFILE, DATA, 16, 12000, strategies=[[(8, 1)] * 4])
     with pytest.raises(ValueError, match="0 sequences"):
         explain(PROFILE, [], 16, 12000)
-    with pytest.raises(hg.Unsupported, match="no measured scheme takes 500000 tokens"):
+    with pytest.raises(hg.Unsupported, match="no measured scheme fits 500000 tokens"):
         explain(PROFILE, [500_000], 16, 500_000)

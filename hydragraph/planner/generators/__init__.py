@@ -1,1 +1,1 @@
-"""Candidate strategies, one method per file."""
+"""Generators of candidate strategies, one method per file."""

@@ -1,8 +1,8 @@
-"""Tensor-parallel groups inside nodes: of one degree for equal devices, small ones for stragglers.
+"""Tensor-parallel groups inside nodes: groups of one degree for equal devices, small groups for stragglers.
 
-A group is as slow as its slowest device (Malleus: y = rho_k max x_g). Consecutive runs of a node's devices, the slowest
-first, are optimal for given sizes (Malleus, theorem 1). Sizes do not decrease. Splits with the largest sum of 1 / y
-come first (theorem 2).
+A group is as slow as its slowest device (Malleus: y = rho_k max x_g). For given sizes of groups, consecutive runs of a
+node's devices, the slowest first, are optimal (Malleus, theorem 1). The sizes do not decrease. Splits with the largest
+sum of 1 / y come first (theorem 2).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from itertools import product
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
 
-# Splits of a node with stragglers; combinations of degrees.
+# Maximum numbers of splits of a node with stragglers, and of combinations of degrees.
 SPLITS = 3
 COMBINATIONS = 256
 
 
 @dataclass(frozen=True)
 class Group:
-    """Devices of one node that share each layer; `rate` is that of the slowest."""
+    """Devices of one node that share each layer; `rate` is the slowest device's rate."""
 
     devices: tuple[int, ...]
     site: DeviceSite
@@ -37,7 +37,7 @@ class Group:
 
     @property
     def form(self) -> GroupForm:
-        """Key: groups of one form are interchangeable."""
+        """Key of the group; groups of one form are interchangeable."""
         return GroupForm(self.site, self.tp, self.rate)
 
 
@@ -90,7 +90,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return groups of one degree; a remainder comes first, in few smaller groups."""
+    """Return the sizes of groups of one degree; remaining devices form few smaller groups, which come first."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
@@ -100,7 +100,7 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
-    """Return sum 1 / y of a split (Malleus, theorem 2)."""
+    """Return the power of a split, sum 1 / y (Malleus, theorem 2)."""
     total = 0.0
     first = 0
     for size in split:
@@ -147,7 +147,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # The fewest groups of at least 0.9 of the best power, for few stages and pipelines.
+    # Few groups give few stages and pipelines, so take the fewest groups with at least 0.9 of the best power.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)

@@ -1,6 +1,6 @@
 """Seconds and bytes of a mean layer on a healthy tensor-parallel group.
 
-A group with a straggler takes its rate times as long (Malleus: y = rho_k max x_g).
+A straggler of rate x_g slows its group down by the factor x_g (Malleus: y = rho_k max x_g).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SAFETY = 0.99
 
 
 class DeviceSite(NamedTuple):
-    """Devices of a type in nodes of some kind.
+    """Devices of one type in nodes of one kind.
 
     Attributes:
-        inner, outer: links within a node, and of a card.
-        cards: network cards per device.
+        inner, outer: link within a node, and link of a network card.
+        cards: number of network cards per device.
     """
 
     type: str
@@ -48,9 +48,9 @@ class Option:
 
     Attributes:
         aux_s: auxiliary values of a stage per micro-batch.
-        layer_s, first_s, last_s: forward and backward of a micro-batch, of a layer, the first and the last block.
-        state_bytes, first_bytes, last_bytes: their weights and gradients.
-        kept_bytes: per layer and micro-batch in flight.
+        layer_s, first_s, last_s: forward and backward of a micro-batch in a layer, the first and the last block.
+        state_bytes, first_bytes, last_bytes: weights and gradients of a layer, the first and the last block.
+        kept_bytes: activations per layer and micro-batch in flight.
         own_bytes: working memory and hidden states.
     """
 
@@ -71,7 +71,7 @@ class Prices:
 
     Args:
         lengths: tokens of a micro-batch's sequences.
-        reach: tokens that memory must hold; default: those of `lengths`.
+        reach: tokens that must fit in memory; default: the tokens of `lengths`.
     """
 
     def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
@@ -88,10 +88,10 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return bytes, with messages, per byte of a stage's weights and gradients: during activations, and at the end.
+        """Return bytes, with messages, per byte of a stage's weights and gradients: at peak activations and at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
-        while it computes; at the end it has those of every pipeline.
+        while it computes. At the end, the owner has the gradients of every pipeline.
 
         Args:
             ahead, behind: fraction of all layers in earlier and in later stages.
@@ -125,7 +125,7 @@ class Prices:
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
 
     def within(self, site: DeviceSite) -> float:
-        """Return the fraction of all ranks in one node of a site."""
+        """Return the fraction of all ranks that one node of a site contains."""
         return len(self._ranks[site]) / self.costs.ranks
 
     def _option(self, site: DeviceSite, kind: StageKind) -> Option:
@@ -185,7 +185,7 @@ class Market:
         self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
 
     def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
-        """Return the prices; arguments as for `Prices`."""
+        """Return the prices; for the arguments, see `Prices`."""
         key = (tuple(lengths), reach)
         if key not in self._known:
             self._known[key] = Prices(self._costs, lengths, reach)
@@ -212,7 +212,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return every running rank's bytes of state, in proportion to memory, and of a mini-batch."""
+    """Return every running rank's bytes for its share of the state, in proportion to memory, and for a mini-batch."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

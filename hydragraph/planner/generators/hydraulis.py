@@ -1,7 +1,7 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
-The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the number
-of devices that these sequences need within a time t:
+The paper computes t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the
+number of devices that these sequences need within a time t:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
@@ -10,14 +10,14 @@ where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisec
     N, L        devices, and the longest length
     l, l'       levels of 128 tokens: `upto` and `above` in code
     k, d        a scheme, and its number of pipelines, a multiple of 0.1
-    S_k(l', l)  seconds of these sequences on one pipeline: a difference of `Histogram.work`
+    S_k(l', l)  seconds of sequences in (l', l] on one pipeline: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
 Equations of Hydraulis -> functions:
 
     Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
     S[n][l] for every l                          `proposals`
-    rounding to the neighbouring integers        `roundings`
+    rounding to the neighboring integers         `roundings`
     the order of the candidates (ours)           `expected_seconds`
 """
 
@@ -51,8 +51,8 @@ class Histogram:
     """Work of the data by length and scheme.
 
     Attributes:
-        schemes: those that fit some sequence [K].
-        devices, levels: devices of each, and levels that it can take [K].
+        schemes: schemes that fit some sequence [K].
+        devices, levels: number of devices of each scheme, and highest level that fits the scheme [K].
         work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """
 
@@ -64,7 +64,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a proposal: `pipelines`, a multiple of 0.1, take lengths in (above, upto]."""
+    """Part of a proposal: a number of pipelines, a multiple of 0.1, for sequences with lengths in (above, upto]."""
 
     scheme: Scheme
     pipelines: float
@@ -87,16 +87,16 @@ class FractionalStrategy:
 def propose(
     profile: Schemes, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
 ) -> list[list[Scheme]]:
-    """Return strategies, lists of one scheme per pipeline, the best expected first.
+    """Return strategies as lists of one scheme per pipeline, the lowest expected time first.
 
     Args:
-        lengths: of the data or a sample; longer ones count as `context`.
-        devices: some may be idle.
+        lengths: tokens of the data's sequences or a sample; longer sequences count as `context`.
+        devices: number of devices; some may be idle.
         context: the longest sequence, in tokens.
         limit: maximum number of strategies.
 
     Raises:
-        Unsupported: no measured scheme takes `context` tokens on the devices.
+        Unsupported: no measured scheme fits `context` tokens on the devices.
     """
     data = histogram(profile, lengths, devices, context)
     expected: dict[tuple[Scheme, ...], float] = {}
@@ -110,7 +110,7 @@ def propose(
 
 
 def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
-    """Return the work by level; zeros are left out."""
+    """Return the work by level; empty sequences are skipped."""
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
     if not len(tokens) or devices < 1 or context < 1:
@@ -124,7 +124,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     if max(reach.values(), default=0) < last:
         longest = max((profile.max_len(s, devices) for s in usable), default=0)
         raise Unsupported(
-            f"no measured scheme takes {context} tokens on {devices} devices (the longest MaxLen is {longest})",
+            f"no measured scheme fits {context} tokens on {devices} devices (the longest MaxLen is {longest})",
             where=f"profile {profile.name}",
             remedy="lower the context length, add devices, or measure schemes of more devices",
         )
@@ -132,7 +132,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     rows = []
     for scheme in usable:
         pipeline = profile.pipeline(scheme, devices)
-        # Every sequence bears its share of the c of a full micro-batch.
+        # Every sequence gets its share of the fixed cost c of a full micro-batch.
         seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
         rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
     return Histogram(
@@ -145,7 +145,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Fill F(l) in steps of 1 / `steps` device, and its scheme and l'.
+    """Write F(l) in units of 1 / `steps` device, and the scheme and l' of the last interval.
 
     Args:
         units: output: F of each level [levels + 1].
@@ -165,7 +165,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
-                    break  # a longer interval needs no fewer
+                    break  # a longer interval needs no fewer devices
                 total = units[above] + grown
                 if total < best:
                     best = total
@@ -177,7 +177,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
 
 def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
-    """Return the best plans, the longest length first; the first, S[N][L], is exact."""
+    """Return the best fractional strategies, the longest length first; the first strategy, S[N][L], is exact."""
     plans = [least(data, devices)]
     t = plans[0].seconds
     while True:
@@ -191,11 +191,11 @@ def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
 
 
 def least(data: Histogram, devices: int) -> FractionalStrategy:
-    """Return t[N][L] and its plan, by bisection."""
+    """Return the fractional strategy of time t[N][L], found by bisection."""
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
-    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough for a tenth of one pipeline
+    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough even for a tenth of one pipeline
     best: FractionalStrategy | None = None
     while best is None or high - low > 1e-12 * high:
         t = high if best is None else (low + high) / 2
@@ -233,7 +233,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return the maximal neighbouring integer strategies that take the longest length."""
+    """Return the maximal neighboring integer strategies that fit the longest length."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
@@ -243,7 +243,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
-    # Another strategy contains one that is not maximal.
+    # Skip strategies to which a pipeline can be added.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -256,8 +256,8 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
     """Return an estimate of a strategy's seconds for all sequences up to a level.
 
-    Pipelines share a level in proportion to their speed. This also holds for the levels above each pipeline's reach
-    alone; the largest time counts.
+    Pipelines share a level in proportion to their speed. The levels above each pipeline's reach are also estimated
+    alone; the largest estimate counts.
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)

@@ -17,16 +17,16 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Partitions improved by exchanges, and partitions kept.
+# Maximum partitions improved by exchanges, and maximum partitions kept.
 IMPROVED = 6
 KEPT = 12
-# Partitions are kept up to this factor of the best one's seconds.
+# Partitions are kept up to this multiple of the best partition's seconds.
 WITHIN = 1.25
 # Groups slower than the healthiest by this factor may be left idle.
 SLOW = 1.5
 # The weakest sites may be left idle, up to this fraction of all power.
 WEAK = 0.3
-# Larger micro-batches overlap more traffic: sizes up to this are tried while they gain.
+# Larger micro-batches overlap more traffic, so sizes up to this are tried while the time decreases.
 LARGEST = 16
 
 
@@ -36,7 +36,7 @@ class Way:
 
     Attributes:
         split: nodes with stragglers get groups of different sizes.
-        symmetric: all types have one degree.
+        symmetric: all types of devices have the same degree.
         published: SCIP forms the pipelines by AutoHet's equation 3, without improvement.
     """
 
@@ -66,11 +66,11 @@ def search(
     """Return candidates for equal sequences, the most promising first.
 
     Args:
-        reach: tokens that every pipeline must hold; default: its micro-batch's.
-        until: deadline for returning the results so far.
+        reach: tokens that must fit in every pipeline's memory; default: the tokens of a micro-batch.
+        until: deadline, after which the results so far are returned.
 
     Raises:
-        Unsupported: no device is left.
+        Unsupported: all devices are lost.
     """
     nodes = nodes_of(costs)
     if not nodes:
@@ -122,10 +122,10 @@ def search(
 
 
 def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> bool:
-    """Return whether any pipelines fit for single sequences.
+    """Return whether any pipelines fit with one sequence per micro-batch.
 
     Args:
-        safety: usable fraction of memory, even above 1.
+        safety: usable fraction of memory; may be above 1.
     """
     nodes = nodes_of(costs)
     free = {
@@ -156,7 +156,7 @@ def _partitions(
 
 
 def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
-    """Yield sets of used groups, and the idle others."""
+    """Yield sets of used groups, and the idle groups."""
     able = {i for i in counts if bench.holds(i)}
     if not able:
         return
@@ -174,7 +174,7 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
 
 
 def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
-    """Yield the groups without the weakest sites, while little power is lost."""
+    """Yield sets of groups without the weakest sites, while little power is lost."""
     power = {i: bench.speed[i] * counts[i] for i in able}
     of_a_device: dict[DeviceSite, float] = {}
     for i in able:
@@ -229,7 +229,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return possible sequences per micro-batch, and the largest number to try without a gain."""
+    """Return possible numbers of sequences per micro-batch, and the largest number tried even without a gain."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

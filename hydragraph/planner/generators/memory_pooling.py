@@ -1,15 +1,14 @@
-"""Layers of a candidate's pipelines, where all memory is shared between stages and the state.
+"""Distribution of layers if a rank may divide its memory in any proportion between its stage and its part of the state.
 
-A rank's memory may go to its stage or to its part of the state, in any proportion.
-
-The search gives every rank a fixed share of the state. If a first stage, with most micro-batches in flight, owns less,
-fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers maximizes
-the room
+The search gives every rank a fixed share of the state. If a first stage, which has the most micro-batches in flight,
+owns less state, fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and
+layers maximizes the room
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
-as fractions of the state, with the lines of `price_candidate.owners`; `beside` and `at_end` are an owner's messages.
-Bisection finds the least factor on all bounds, and within them a price of seconds.
+as fractions of the state. The two terms are the memory limits of `price_candidate.owners`; `beside` and `at_end` are
+bytes of an owner's messages. Bisection finds the least factor on all bounds, and then a price of seconds within these
+bounds.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Ints = NDArray[np.int64]
 
 # Required room, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on stages' seconds: the largest worthwhile gain, the maximum, and the minimum.
+# Factors on stages' seconds: the largest factor that is a worthwhile gain, the maximum, and the minimum.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
@@ -48,12 +47,12 @@ _HALVINGS = 12
 
 
 class Stages(NamedTuple):
-    """Stages of a pipeline: arrays [S] or, by option, [S, O].
+    """Stages of a pipeline, as arrays [S] or, with options, [S, O].
 
     Attributes:
         layer, extra: seconds per layer, and of other blocks; infinite: no such option.
         fixed, each, gradients: bytes of a rank: fixed, per layer, and of a layer's weights and gradients.
-        ranks, limit: degree, and bytes of each rank.
+        ranks, limit: tensor-parallel degree, and usable bytes of each rank.
     """
 
     layer: Floats
@@ -71,8 +70,8 @@ class Pool(NamedTuple):
     Attributes:
         state: bytes of the state.
         whole: bytes of a layer's weights and gradients, in all pipelines.
-        ends: the same of the first and last block.
-        pulled: fraction of weights in these.
+        ends: bytes of the first and last block, in all pipelines.
+        pulled: fraction of weights in these bytes.
         idle: room of ranks without layers, as a fraction of the state.
     """
 
@@ -91,7 +90,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with layers that make it faster or fit."""
+    """Yield the candidate with layers that make it faster or make it fit."""
     if costs.ranks == 1:
         return
     bench = candidate.bench
@@ -193,7 +192,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
 
     Args:
         bound: maximum seconds of a stage.
-        price: of a second, as a fraction of the state.
+        price: price of a second, as a fraction of the state.
 
     Returns:
         The room (minus infinity if the layers do not fit), layers [S] and options [S].

@@ -1,10 +1,10 @@
-"""Metis's search on `Costs`: stages over all devices, with different data parallelism.
+"""Metis's search with `Costs`: stages over all devices, with different data-parallel degrees.
 
 Metis's cost model only ranks plans; `Costs` prices the resulting pipelines. A replica's ranks are in one node, and
 memory is per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without recomputation.
 
-There are dp_max pipelines, as many as the largest dp; each replica of a stage serves dp_max / dp of them. Example: dp 4
-on ranks 0 to 3 and dp 2 on ranks 4 to 7 at tp 2, 3 and 5 layers:
+There are dp_max pipelines, the largest dp; each replica of a stage serves dp_max / dp pipelines. Example with 3 layers
+at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
 """
@@ -35,12 +35,12 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-# All orders of types are tried.
+# Maximum number of types, because all orders of types are tried.
 _MOST_TYPES = 5
 # Messages in flight, as a fraction of weights and gradients; usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
-# Seconds to simulate a micro-batch on a stage.
+# Assumed seconds to simulate a micro-batch on a stage.
 _STEP_S = 1e-3
 # Metis's units: MB, and 2^20 bytes per millisecond.
 _MB = 2**20
@@ -48,10 +48,10 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan as pipelines.
+    """A plan of Metis's search as pipelines.
 
     Attributes:
-        seconds: end of the last pipeline; with traffic of state only if stages are shared.
+        seconds: end of the last pipeline; includes traffic of state only if stages are shared.
     """
 
     strategy: Strategy
@@ -65,7 +65,7 @@ def staged(
     """Return plans for equal sequences on all running devices.
 
     Args:
-        until: deadline for returning the results so far, possibly none.
+        until: deadline, after which the results so far are returned, possibly none.
 
     Raises:
         Unsupported: no plan was found, or devices are of too many types or rates.
@@ -87,7 +87,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # may fit with fewer in flight
+                continue  # nothing fits with this number in flight
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)
@@ -121,7 +121,7 @@ class TypedDevices:
             raise Unsupported(
                 "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
             )
-        # Otherwise groups of 1, 2, 4, ... ranks would span two nodes.
+        # In another order, groups of 1, 2, 4, ... ranks would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, MetisDeviceType] = {}
@@ -136,7 +136,7 @@ class TypedDevices:
             types[kind] = MetisDeviceType(bandwidth, max(memory, 1e-9))
         if len(types) > _MOST_TYPES:
             raise Unsupported(
-                f"devices are of {len(types)} types and rates, whose orders are too many",
+                f"devices are of {len(types)} types and rates, which have too many orders",
                 where="plan, stages as Metis forms them",
                 remedy='use method="auto" or "straggler"',
             )
@@ -214,7 +214,7 @@ def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_
 
 def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
     pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
-    # Bytes are linear in equal sequences.
+    # Bytes are linear in the number of equal sequences.
     one, two = (MicroBatch(n * length, n) for n in (1, 2))
     state = 0.0
     kept = 0.0
@@ -256,7 +256,7 @@ def _gradients(costs: Costs, layer: int) -> int:
 
 
 def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
-    """Return a plan's stages as pipelines, which share the replicas of smaller dp.
+    """Return a plan's stages as pipelines, which share the replicas of stages with smaller dp.
 
     Each degree of data parallelism must divide the largest.
     """
@@ -275,10 +275,10 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
 ) -> Staged | None:
-    """Convert a search result to priced pipelines with sequences.
+    """Convert a search result to pipelines with assigned sequences and a price.
 
     Returns:
-        None if stages cannot be shared, or the simulation would end after the deadline.
+        The plan, or None if stages cannot be shared or the simulation would end after the deadline.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     try:
@@ -300,7 +300,7 @@ def laid_out(
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
-    """Assign each sequence where it ends first, in even micro-batches of at most `together`."""
+    """Assign each sequence to the pipeline that finishes it first, in even micro-batches of at most `together`."""
     counts = [0] * len(seconds)
     queue = [(pipeline_s, p) for p, pipeline_s in enumerate(seconds)]
     heapq.heapify(queue)

@@ -1,14 +1,15 @@
 """Distribution of layers over the stages of one pipeline.
 
-Stage j takes y_j seconds per layer and micro-batch, plus f_j with the first or last block, and holds at most cap_j
+Stage j takes y_j seconds per layer and micro-batch, plus f_j with the first or last block, and fits at most cap_j
 layers. With m micro-batches a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
 
-(AutoHet's cost; Malleus' layer ILP is its second term). Each stage also chooses an option, such as recomputation.
+(AutoHet's cost; Malleus's layer ILP minimizes the second term). Each stage also chooses an option, such as
+recomputation.
 
 For a bound T, stage j takes at most room_j(T) = max over options of min(cap, (T - f) / y) layers; the least T is found
-layer by layer. A few larger T, with a smaller sum, are also tried.
+layer by layer. A few larger T are also tried, because their sum may be smaller.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FORGIVEN = 1e-12
 
 @compiled
 def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
-    """Return the most layers that a stage can take within `seconds`, by any option."""
+    """Return the maximum number of layers that a stage can run within `seconds`, with any option."""
     most = 0
     for o in range(len(layer)):
         left = seconds - extra[o]
@@ -105,7 +106,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
 @compiled
 def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the least T for all layers, at least one per stage; infinite: too little memory."""
+    """Return the least T for all layers, with at least one per stage; infinite if there is too little memory."""
     stages = len(layer)
     if stages > layers:
         return np.inf

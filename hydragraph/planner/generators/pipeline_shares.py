@@ -1,7 +1,7 @@
-"""Distribution of micro-batches over pipelines with the earliest end (Malleus' data ILP).
+"""Distribution of micro-batches over pipelines with the earliest end (Malleus's data ILP).
 
-Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By T, it can do floor((T - first_i) /
-each_i) + 1 of them, or none if T < first_i. Bisection finds the least T.
+Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By time T, pipeline i can finish
+floor((T - first_i) / each_i) + 1 micro-batches, or none if T < first_i. Bisection finds the least T.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HALVINGS = 60
 
 @partial(compiled, shared=True)
 def able(seconds: float, first: float, each: float) -> int:
-    """Return how many micro-batches a pipeline can do within `seconds`."""
+    """Return the number of micro-batches that a pipeline can finish within `seconds`."""
     if not seconds >= first:
         return 0
     return int(np.floor((seconds - first) / each * (1 + 1e-12) + 1e-12)) + 1
@@ -33,7 +33,7 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
 
     Args:
         first, each: seconds of the first and every further micro-batch [K].
-        alike: pipelines of each kind [K].
+        alike: number of pipelines of each kind [K].
     """
     high = np.inf
     for k in range(len(first)):

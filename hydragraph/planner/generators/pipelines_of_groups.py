@@ -1,7 +1,7 @@
 """Assembly of groups into pipelines: balanced starts, improved by exchanges.
 
 A pipeline is a multiset of forms of groups, laid out by `Bench.lay`. The slowest group comes first (Malleus, theorem 3;
-AutoHet), since the first stage keeps the most micro-batches; if memory differs, the largest first is also tried.
+AutoHet), since the first stage stores the most micro-batches; if memory differs, the largest group first is also tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydragraph.spec.stage_kind import StageKind
 Multiset = tuple[int, ...]  # forms by index, ascending
 # Every number of pipelines up to this is tried.
 EVERY = 16
-# Partitions priced per improvement.
+# Maximum partitions priced per improvement.
 EXCHANGES = 1500
 
 
@@ -35,10 +35,10 @@ class Laid:
     """A multiset of groups laid out as a pipeline.
 
     Attributes:
-        first_s: seconds of the first micro-batch, with `exposed_s`.
+        first_s: seconds of the first micro-batch, including `exposed_s`.
         exposed_s: seconds of pull and push without overlap.
         each_s: seconds of every further micro-batch.
-        traffic_s: seconds of a rank's pull and push, without other traffic.
+        traffic_s: seconds of the slowest rank's pull and push, without other traffic.
         stages_s: seconds of each stage for a micro-batch [stages].
         passing_s: seconds of each layer's pull and push [layers].
     """
@@ -75,7 +75,7 @@ class Bench:
     """Prices of pipelines of groups.
 
     Args:
-        memory: bytes of a rank of each form, after its share of the state.
+        memory: bytes that a rank of each form has left after its share of the state.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class Bench:
 
     @property
     def least_bytes(self) -> float:
-        """Minimum bytes of all layers, one micro-batch in flight."""
+        """Minimum bytes of all layers, with one micro-batch in flight."""
         options = [option for every in self.options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
-        """Return whether a group has memory for a layer."""
+        """Return whether a group has enough memory for one layer."""
         bytes_per_byte = self._prices.held_by_flight[1, 1]
         options = self._numbers[form, : len(self.options[form])]
         most = (most_layers(o, self.memory[form], False, False, bytes_per_byte, 1, self.layers) for o in options)
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
-        """Return a multiset as a pipeline of about `count` micro-batches."""
+        """Return a multiset as a pipeline that runs about `count` micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
@@ -162,7 +162,7 @@ class Bench:
 
         Args:
             pipelines: multiset of groups -> number of pipelines made of it.
-            worth: from these seconds, a lower bound is enough.
+            worth: seconds from which a lower bound is enough.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
@@ -171,7 +171,7 @@ class Bench:
     def price_of(
         self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
-        """Return the seconds for given layouts."""
+        """Return the seconds of an iteration for given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not layout.order for layout in laid):
             return math.inf
@@ -185,7 +185,7 @@ class Bench:
         return max(seconds, max(layout.traffic_s for layout in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
-        """Return each pipeline's wait for others."""
+        """Return each pipeline's wait for other pipelines."""
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([layout.passing_s for layout in laid])
@@ -200,7 +200,7 @@ class Bench:
         turns, more = divmod(groups[first], number)
         first_counts = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
-        # Speed, stages and index: the shortest of equally fast pipelines is first.
+        # (speed, number of stages, index): the shortest of equally fast pipelines is first.
         queue = [(quick[n], n, p) for p, n in enumerate(first_counts)]
         heapq.heapify(queue)
         members: dict[int, list[int]] = {}
@@ -215,7 +215,7 @@ class Bench:
         )
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
-        """Exchange or move groups while that helps."""
+        """Exchange or move groups while this saves time."""
         now = dict(start)
         resting = idle
         best = self.price(now)

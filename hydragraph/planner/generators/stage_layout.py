@@ -1,6 +1,6 @@
 """Layout and timing of a pipeline of groups (compiled).
 
-By default, stage s of S has min(S - s, m) micro-batches in flight; an owner of the state also holds messages
+By default, stage s of S has min(S - s, m) micro-batches in flight; an owner of the state also stores messages
 (`Prices.held`).
 """
 
@@ -23,17 +23,17 @@ NUMBERS = (
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
 )
 _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# A form's slowdown; bytes left after a rank's share of the state; seconds of pull and push per byte of weights and
-# gradients.
+# Columns of a form: slowdown; bytes left after a rank's share of the state; seconds of pull and push per byte of
+# weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# Fractions: forward of a micro-batch; pulled of pulled and pushed bytes (16 against 32 bits).
+# The forward's fraction of a micro-batch's time; the pulled fraction of pulled and pushed bytes (16 against 32 bits).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
 
 @partial(compiled, shared=True)
 def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Floats, flying: int, layers: int) -> int:
-    """Return the most layers that fit in memory with `flying` micro-batches in flight.
+    """Return the maximum number of layers that fit in memory with `flying` micro-batches in flight.
 
     Args:
         option: `NUMBERS` [9].
@@ -92,8 +92,8 @@ def timed(
     """Return the times of a pipeline with layers `taken` [S] and options `chosen` [S].
 
     Returns:
-        Seconds of the first micro-batch, every further one, exposed pull and push (part of the first), the slowest
-        rank's pull and push, each stage for one micro-batch [S], and each layer's pull and push [L].
+        Seconds of the first micro-batch, every further micro-batch, exposed pull and push (included in the first), the
+        slowest rank's pull and push, a micro-batch on each stage [S], and each layer's pull and push [L].
     """
     stages = len(order)
     seconds = np.empty(stages)
@@ -129,7 +129,7 @@ def exposed(seconds: Floats, passing: Floats) -> float:
     Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
 
     Args:
-        seconds, passing: of each stage for a micro-batch, and for its pull and push [S].
+        seconds, passing: seconds of each stage for a micro-batch, and for pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -141,11 +141,11 @@ def exposed(seconds: Floats, passing: Floats) -> float:
 
 @compiled
 def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
-    """Return a pipeline's additional wait if each layer passes as slowly as in the slowest pipeline.
+    """Return a pipeline's additional wait if pull and push of each layer are as slow as in the slowest pipeline.
 
     Args:
-        seconds, taken: of each stage for a micro-batch, and its layers [S].
-        of_layer, slowest: each layer's pull and push, here and in the slowest pipeline [L].
+        seconds, taken: seconds of each stage for a micro-batch, and the stage's number of layers [S].
+        of_layer, slowest: seconds of each layer's pull and push, in this and the slowest pipeline [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

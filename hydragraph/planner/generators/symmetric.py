@@ -1,6 +1,6 @@
 """Simple plans: pipelines of one depth and degree in node order, with equal layers or layers by speed.
 
-Megatron-LM (equal layers and batches) and Whale (batches by speed) make these.
+Megatron-LM (equal layers and batches) and Whale (batches by speed) make such plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
-# Plans kept of each category.
+# Maximum number of plans of each category.
 KEPT = 4
 
 
@@ -35,8 +35,8 @@ class Simple:
     """A simple plan.
 
     Attributes:
-        together: sequences per micro-batch.
-        seconds: by AutoHet's cost, without traffic.
+        together: number of sequences per micro-batch.
+        seconds: seconds of an iteration by AutoHet's cost, without traffic.
     """
 
     strategy: Strategy
@@ -53,7 +53,7 @@ class _Laid:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Tensor-parallel groups in node order, with memory left after the state."""
+    """Tensor-parallel groups in node order, with the memory that the state leaves free."""
 
     ranks: tuple[tuple[int, ...], ...]
     sites: tuple[DeviceSite, ...]
@@ -74,7 +74,7 @@ def simple(
     """Return the most promising simple plans, the fastest first.
 
     Args:
-        sizes: possible sequences per micro-batch.
+        sizes: possible numbers of sequences per micro-batch.
         apart: include plans on one node.
     """
     market = market or Market(costs)
@@ -157,7 +157,7 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
 def _priced(
     prices: Prices, groups: _Groups, degree: int, micro_batches: int
 ) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
-    """Yield (depth, order, whether layers are by speed), and the result."""
+    """Yield (depth, whether ranks are ordered by stage, whether layers are by speed), and the result."""
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
     kinds, numbers = _options(prices, groups, degree)

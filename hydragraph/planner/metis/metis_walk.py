@@ -11,7 +11,8 @@ A walk ends with the first plan that fits at once, or when no stage can change. 
 plan are counted.
 
 From the second order of types on, Metis's program prices divisions into two stages by their first stage only.
-`Best.claimed` is this program's cost; other plans are priced in full, and have all layers and no empty stage.
+`Best.claimed` is the lowest cost that Metis's program finds; other plans are priced in full, and have all layers and no
+empty stage.
 
     capacity[s]  [S]    fraction of all stages' speeds
     split[q]     [7 L]  layers in seven equal pieces
