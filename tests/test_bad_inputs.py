@@ -74,8 +74,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: executable().step([[1, 2]], strategy="<tp1,pp3>"),
         "3 stages for 2 layers",
     ),
-    "a step after the end": (lambda: closed().step([[1, 2]]), r"step: .*closed; call it before close\(\)"),
-    "a save after the end": (lambda: closed().save("nowhere"), r"save: .*closed; call it before close\(\)"),
+    "a step after the end": (lambda: closed().step([[1, 2]]), r"step: .*closed; call step before close\(\)"),
+    "a save after the end": (lambda: closed().save("nowhere"), r"save: .*closed; call save before close\(\)"),
     "no function": (lambda: hg.launch("train", 2), r"the function is 'train': give a function"),
     "ranks as text": (lambda: hg.launch(print, "2"), "ranks='?2'?: give a positive number"),
 }

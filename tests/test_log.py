@@ -77,7 +77,7 @@ def test_a_run_tells_its_events_in_order(
         ("2", "check", r"checked what ranks run under <tp1r>: .*"),
         ("2", "executable", r"prepared strategy <\[0\]x1r>@\w+ \(train\) .*"),
         ("3", "checkpoint.folder", r"deleted checkpoint .*step-1: only the newest 2 are kept"),
-        ("4", "executable", r"a rank is asked to stop \(15\): the step is not begun"),
+        ("4", "executable", r"a rank was asked to stop \(15\): the next step does not start"),
     ]
     at = -1
     for step, name, pattern in patterns:

@@ -117,15 +117,15 @@ def test_pipelines_get_sequences_by_their_speed_and_auto_plans_for_devices_that_
 
 
 def test_costs_of_other_ranks_are_refused() -> None:
-    with pytest.raises(hg.Unsupported, match="costs of 4 devices on 1 ranks"):
+    with pytest.raises(hg.Unsupported, match="the costs are for 4 devices, but there are 1 ranks"):
         ready().executable(hg.Strategy.parse("<tp1,pp1>", LAYERS), None, profile=costs())
 
 
 @pytest.mark.parametrize(
     ("layers", "lengths", "why"),
     [
-        (6, [[24] * 12], "costs of a model of 6 layers, but this one has 4; measure this model"),
-        (LAYERS, [[], [0, 0]], "mini-batches that hold no tokens; pass lengths="),
+        (6, [[24] * 12], "the costs are for a model of 6 layers, but this model has 4; measure this model"),
+        (LAYERS, [[], [0, 0]], "the mini-batches of lengths= have none; pass lengths="),
         (LAYERS, [[10**9]], "nothing fits"),
     ],
 )

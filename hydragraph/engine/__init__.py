@@ -1,1 +1,1 @@
-"""The Executable that a training script holds: the phases of a step, and recovery when ranks are lost or join."""
+"""Engine: the Executable that a training script calls, the phases of a step, and recovery of lost or joining ranks."""

@@ -1,4 +1,4 @@
-"""Public functions; the only module that combines capture, passes, planner and runtime."""
+"""Public functions, which combine capture, passes, planner and runtime."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def capture(
 
     Args:
         model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
-        check: "auto" compares loss and gradients of packed sequences in the captured graphs with the model on each
-            sequence alone, once for each structurally distinct block; "full" checks every block.
-        compiled: a folder of `hydragraph compile` to read the program from.
+        check: "auto" compares the captured graphs' loss and gradients on packed sequences with the model's on single
+            sequences, once for each structurally distinct block. "full" checks every block; "off" checks nothing.
+        compiled: folder written by `hydragraph compile`, from which to read the program.
 
     Raises:
-        Unsupported: the model cannot be captured, or the captured graphs differ from it.
-        Refused: the folder is damaged, stale, or belongs to another model (a ValueError).
+        Unsupported: the model cannot be captured, or the captured graphs differ from the model.
+        Refused: the folder is damaged, stale, or belongs to another model (a subclass of ValueError).
     """
     source = _Source(model, dtype, example, loss, blocks, check)
     if compiled is None:
@@ -148,41 +148,41 @@ def compile(
     push_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Executable:
-    """Compile a model for training; all ranks call it alike.
+    """Compile a model for training; all ranks must call this function with the same arguments.
 
-    Joins the process group of the launcher's environment, uses an existing one, or runs as a single process.
+    This function joins the launcher's process group, uses an existing process group, or runs as a single process.
 
     Args:
-        model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device; a meta
-            model's weights come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
-        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list (every step picks the fastest); or
+        model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
+            model gets its weights from `load` or, at the first step, from its own initializer (`torch.manual_seed`).
+        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, for every step to choose the fastest; or
             "auto", which plans for `lengths` with `profile`, or measures the devices.
-        optimizer: makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, with empty tensors
-            where this rank has no part. Also called after moves and with whole shapes. None: no training.
-        max_grad_norm: clip gradients to this global norm.
+        optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer. Tensors that
+            other ranks own are empty. It is also called after moves and with full shapes. None disables training.
+        max_grad_norm: global norm to which gradients are clipped.
         dtype: compute dtype; master weights and optimizer state are fp32.
-        device: default: a GPU if available.
-        loss: returns the loss summed over targets, from the model's outputs and the packed batch.
-        example, blocks, check: see `hydragraph.capture`; unless off, strategies are also checked before they first run.
-        profile: from `hydragraph profile`, or the costs of a plan, for devices that differ; None: rough costs.
-        lengths: lengths of sequences in sample mini-batches.
-        policy: how iterations are planned.
-        backend: "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
-        program: a result of `capture` for an equal model; leave `example` and `loss` to that call.
-        progress_s: seconds without any rank's progress while some wait; then all raise and write their stacks.
-        home: shares of the state by rank, or their text ("3,1 copies=2", "equal", "stages"); None: "auto".
-        compiled: a folder of `hydragraph compile`; missing graphs are compiled.
-        trust: also load its Inductor code, which can do anything that you may.
-        joining: this process joins training ranks by `Executable.move`; give a meta model and their other arguments.
-        deterministic: same bits for all pipelines, ranks and homes; see docs/deterministic.md.
-        window: most bytes of fp32 gradients in flight, and as many weights; None: two of the largest blocks.
-        push_dtype: dtype of gradients sent to owners, which sum in fp32.
-        seed: seed of dropout, the same on every rank; masks do not depend on the strategy.
+        device: device of this rank; by default a GPU if available.
+        loss: function of the model's outputs and the packed batch that returns the loss summed over targets.
+        example, blocks, check: see `hydragraph.capture`. `check` also applies to a strategy before its first step.
+        profile: result of `hydragraph profile`, or costs for devices that differ; None uses rough costs.
+        lengths: sequence lengths of sample mini-batches.
+        policy: settings for planning iterations.
+        backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
+        program: result of `capture` for an equal model; pass `example` and `loss` only to `capture`.
+        progress_s: maximum seconds of waiting without progress on any rank; then all ranks write stacks and raise.
+        home: each rank's share of the state, also as text ("3,1 copies=2", "equal", "stages"); None means "auto".
+        compiled: folder written by `hydragraph compile`; missing graphs are compiled.
+        trust: whether to load the folder's Inductor code, which can do anything that you may.
+        joining: whether to join running ranks by `Executable.move`; pass a meta model and the ranks' other arguments.
+        deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
+        window: maximum bytes of fp32 gradients in flight, and as many weights; None allows two of the largest blocks.
+        push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
+        seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or does not fit the model or the ranks.
-        Refused, Unsupported: the compiled folder is damaged, stale or another model's; the model cannot be trained.
-        RankFailure: another rank failed meanwhile.
+        Refused, Unsupported: the folder is damaged, stale or for another model, or the model cannot be trained.
+        RankFailure: another rank failed during the call.
     """
     apart_now = joining or comes_late()
     backend = "eager" if deterministic and backend is None else backend
@@ -229,13 +229,13 @@ def _checked_options(
     check_factory(optimizer)
     mode_of(check)
     if window is not None and window < 0:
-        raise ValueError(f"compile: window is {window}: give bytes, or None for two of the largest blocks")
+        raise ValueError(f"compile: window is {window}: give a number of bytes, or None for two of the largest blocks")
     if push_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
     if deterministic and push_dtype != torch.float32:
         raise ValueError(
             f"compile: push_dtype {push_dtype} rounds each rank's sum, so results depend on the number of ranks: "
-            "leave it out with deterministic"
+            "omit push_dtype with deterministic"
         )
     if type(seed) is not int:
         raise ValueError(f"compile: seed is {seed!r}: give an integer")
@@ -258,7 +258,7 @@ def _given(source: _Source, program: Program | None, folder: str | Path | None, 
         if program is None:
             return
         if folder is not None:
-            raise ValueError("compile: a program and a compiled folder were given: give one of them")
+            raise ValueError("compile: both program and compiled were given: give only one of them")
         check_loss_of(program, source.loss)
         _check_origin(program, source)
 
@@ -300,7 +300,7 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
     """Compile the graphs of the known strategies for all ranks of a machine.
 
-    Returns None for a single rank, under Inductor, and if a strategy does not fit, which every rank then reports.
+    Return None for a single rank, for Inductor, or if a strategy does not fit. Every rank then reports the misfit.
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -330,7 +330,7 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; all raise its ValueError or TypeError on any."""
+    """Call a function on every rank; if it raises ValueError or TypeError on one rank, all ranks raise this error."""
     returned: list[T] = []
     error: ValueError | TypeError | None = None
     try:
@@ -344,7 +344,7 @@ def _on_all(world: World, make: Callable[[], T]) -> T:
 def _check_origin(program: Program, source: _Source) -> None:
     if program.origin != frontend.origin(source.model):
         name = type(source.model).__name__
-        raise ValueError(f"program: it was captured from another model than this {name}: capture this one")
+        raise ValueError(f"program: it was captured from another model than this {name}: capture this model")
     without_buffers = source.loss is not None and not loss_buffers(source.loss)
     if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
         raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss only to `capture`")
@@ -352,9 +352,9 @@ def _check_origin(program: Program, source: _Source) -> None:
 
 @own_modes("precompile")
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
-    """Compile a program's templates for strategies, without Inductor, which keeps its own code on disk.
+    """Compile a program's templates for strategies; not for Inductor, which caches its code on disk.
 
-    While the result is alive, executables of this process and of ranks forked from it (`launch`) re-use its graphs.
+    While the result exists, executables of this process and of ranks forked from it (`launch`) reuse its graphs.
     """
     variants = Variants(program, added=True, cache=VariantCache())
     variants.compile(strategies)
@@ -392,14 +392,14 @@ class RankPrograms(Sequence[RankProgram]):
         efficiency: float | None = None,
         home: Home | str | None = None,
     ) -> Timeline:
-        """Price the programs by an event simulation of every rank's streams.
+        """Estimate the programs' times by an event simulation of every rank's streams.
 
         Args:
-            cluster: devices and links, priced from their datasheet; or costs.
-            tokens: length of each micro-batch's single sequence, one number for all pipelines or one for each.
-            efficiency: fraction of the datasheet's FLOP/s that computation reaches; None: the roofline of
+            cluster: a Cluster, whose devices and links are priced from their datasheets, or Costs.
+            tokens: length of each micro-batch's single sequence, as one number for all pipelines or one per pipeline.
+            efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.
-            home: owners of state; None: as `compile` chooses. Costs have their own.
+            home: owners of the state; None uses the owners that `compile` chooses. Costs have their own home.
         """
         from hydragraph.cost.datasheet import datasheet
 
@@ -415,10 +415,10 @@ class RankPrograms(Sequence[RankProgram]):
 def lower(
     program: Program, strategy: Strategy, micro_batches: Sequence[int], ranks: int | None = None, mode: Mode = "train"
 ) -> RankPrograms:
-    """Lower a program for a strategy and numbers of micro-batches by pipeline.
+    """Lower a program for a strategy and a number of micro-batches per pipeline.
 
     Args:
-        ranks: world size; default: the ranks that the strategy names.
+        ranks: world size; by default, the highest device of the strategy plus 1.
     """
     world = ranks if ranks is not None else max(strategy.devices) + 1
     check_strategy(program, strategy, world)
@@ -428,10 +428,10 @@ def lower(
 
 
 def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
-    """Simulate one iteration of a strategy: times of every rank's instructions, and its memory.
+    """Simulate one iteration of a strategy; return the times of every rank's instructions and its memory.
 
     Raises:
-        ValueError: the arguments do not fit one another.
+        ValueError: the arguments do not fit together.
         Unsupported: a needed measurement is missing, or a rank is lost.
     """
     return costs.simulate(strategy, assignment)

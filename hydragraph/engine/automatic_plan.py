@@ -1,8 +1,8 @@
 """Planning without files, for `strategies: auto`.
 
-Devices and links are measured (`engine.discovery`), and blocks unless cached. Times that are too noisy for a fit are
-measured again, for longer. If a type of device then has no usable kind of stage, all types are priced by the model's
-operations. Sequence parallelism and recomputation are measured only if no plan fits without.
+Planning measures devices and links (`engine.discovery`), and also blocks unless their times are cached. Times that are
+too noisy for a fit are measured again, for longer. If one type of device still has no usable times, all types are
+priced by the model's operations. Sequence parallelism and recomputation are measured only if no plan fits without them.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# Repetitions and token counts of a first and a longer attempt.
+# Number of repetitions and of token counts in a first and in a longer attempt.
 ATTEMPTS = ((3, 4), (8, 6))
-# Least tokens of the longest measured micro-batch, to show attention.
+# Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
-# Most seconds of a block in that micro-batch.
+# Maximum seconds of one block in the longest measured micro-batch.
 BLOCK_S = 1.0
-# Assumed sequences per rank, and their tokens.
+# Sequences per rank, and tokens per sequence, that are assumed without `lengths`.
 ASSUMED = (4, 512)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to plan for, and the home of its state."""
+    """Model to plan for, and the home of its state."""
 
     model: MeasuredModel
     home: Home
 
     @staticmethod
     def of(program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home) -> Subject:
-        """Return a program to plan for, with its inputs' limits."""
+        """Return the subject for a program, with the limits of its inputs."""
         limits = field_ranges_of(program)
         vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
         positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
@@ -76,13 +76,13 @@ class Subject:
 
 
 def plan_automatically(subject: Subject, world: World, planning: Planning, preplanned: bool = True) -> Planning:
-    """Return inputs for the choice of strategies, measured and planned on the ranks that run; all ranks call this.
+    """Measure and plan on the running ranks; return inputs for the choice of strategies. All ranks must call this.
 
     Args:
-        preplanned: plan now, rather than only measure.
+        preplanned: whether to plan now instead of only measuring.
 
     Raises:
-        Unsupported: on all ranks: no plan fits the devices.
+        Unsupported: no plan fits the devices; raised on all ranks.
         ValueError: hosts have different versions or models.
     """
     if not planning.lengths:
@@ -123,10 +123,10 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 def measure_newcomers(
     subject: Subject, world: World, planning: Planning, known: Costs, types: Sequence[str], newcomers: Sequence[int]
 ) -> Costs | None:
-    """Return new costs if a newcomer's device is of another type than expected, else None; all ranks call it.
+    """Return new costs if a joining rank's device has an unexpected type, else None; all ranks must call this.
 
     Args:
-        types: by rank, the type of device that the `known` costs assume, or "".
+        types: device type that the `known` costs assume for each rank, or "".
     """
     groups = Groups(world, timedelta(minutes=30), watch=world.watch)
     try:
@@ -134,10 +134,10 @@ def measure_newcomers(
         named = {found[rank]: name for rank, name in enumerate(types) if rank not in newcomers}
         if all(named.get(found[rank]) == types[rank] for rank in newcomers):
             return None
-        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # newcomers may have none
+        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # joining ranks may have none
         more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
         costs, source = _costs(subject, discover(groups), groups, replace(planning, lengths=lengths), more)
-        _LOG.info("devices of other types joined; costs %s", source)
+        _LOG.info("devices of other types joined; the new costs are %s", source)
         return costs
     finally:
         groups.close()
@@ -183,10 +183,10 @@ def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, as
 
 
 def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planning, more: bool) -> tuple[Costs, str]:
-    """Return the costs of the model on the discovered devices, equal on all ranks, and where they come from.
+    """Return the model's costs on the discovered devices, equal on all ranks, and a text on their origin.
 
     Args:
-        more: include stages with sequence parallelism and recomputation.
+        more: whether to include stages with sequence parallelism and recomputation.
     """
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
@@ -206,7 +206,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     every = (profile, *profile.others)
     if not all(type_profile.pieces for type_profile in every):
         reasons = "; ".join(dict.fromkeys(why for type_profile in every for why in type_profile.unfit.values()))
-        _LOG.warning("measured times cannot be fitted (%s): operations are counted instead", reasons)
+        _LOG.warning("the cost model does not fit the measured times (%s): operations are counted instead", reasons)
         source = f"from operation counts at the measured speed of matrix products, because {reasons[:80]}"
         profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
     elif groups.world.rank == 0:
@@ -216,7 +216,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks, as fits may differ in rounding."""
+    """Return rank 0's value on all ranks, because rounding of fits may differ between ranks."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 

@@ -1,7 +1,7 @@
-"""Compilation and check of new strategies' graphs in the background of training.
+"""Compilation and check of new strategies' graphs in the background during training.
 
-One rank of each machine starts a low-priority process. When its result is ready on every machine, all ranks read it. If
-the process dies, or takes longer than LIMIT_S, ranks compile when they first run the strategy.
+One rank of each machine starts a low-priority process. All ranks read the results when every machine has its result.
+If a process dies or takes longer than LIMIT_S seconds, ranks compile a strategy when they first run it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Result of a preparation, for all ranks of a machine; `refused` is why the strategies cannot run, or ""."""
+    """Result of a preparation, for all ranks of a machine; `refused` says why the strategies cannot run, or is ""."""
 
     variants: Variants | None
     passed: Mapping[str, str]
@@ -48,7 +48,7 @@ class _Asked:
 
 
 class Beforehand:
-    """Process that prepares strategies."""
+    """Background process that prepares strategies."""
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
         self._asked = _Asked(variants, check, tuple(strategies))
@@ -91,24 +91,23 @@ class Beforehand:
             if status:
                 raise RuntimeError(f"its process ended with status {status}")
             self._offer = OfferedFile.of(folder / "made")
-            _LOG.info("prepared coming strategies in %.1f s alongside training", time.monotonic() - began)
+            _LOG.info("prepared new strategies in %.1f s alongside training", time.monotonic() - began)
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
             if self._process is not None:
                 self._process.kill()
             if not self._closed:
                 _LOG.warning(
-                    "coming strategies cannot be prepared alongside training, so "
-                    "ranks prepare them when they switch: %s",
+                    "new strategies cannot be prepared alongside training, so ranks prepare them when they switch: %s",
                     error,
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class Readying:
-    """Prepares a rank for new strategies.
+    """Preparation of a rank for new strategies.
 
     Attributes:
-        check: None if another rank of this machine checks, or no rank does.
+        check: check of new strategies; None if another rank of this machine, or no rank, runs the check.
         makes: whether this rank starts preparations for its machine.
     """
 
@@ -117,7 +116,7 @@ class Readying:
     makes: bool
 
     def begin(self, strategies: Sequence[Strategy]) -> Beforehand | None:
-        """Start preparing strategies; return None if they need none, or another rank does it."""
+        """Start preparing strategies; return None if they need no preparation, or another rank starts it."""
         if not self.makes or not self.variants.portable or not self.variants.lacks(strategies):
             return None
         return Beforehand(self.variants, self.check, strategies)
@@ -127,7 +126,7 @@ class Readying:
         try:
             prepared = offer.read()
         except (OSError, ValueError, RuntimeError) as error:
-            _LOG.warning("the graphs of coming strategies cannot be read, so this rank compiles them: %s", error)
+            _LOG.warning("the graphs of new strategies cannot be read, so this rank compiles them: %s", error)
             return ""
         assert isinstance(prepared, Made), "a preparing process writes Made"
         if prepared.variants is not None:
@@ -143,7 +142,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
         paths=sys.path,  # where this run found the model's code
-        stdin=subprocess.PIPE,  # when this pipe closes, the process ends
+        stdin=subprocess.PIPE,  # the process ends when this pipe closes
         stdout=subprocess.DEVNULL,
     )
 
@@ -162,12 +161,12 @@ def made(asked: _Asked) -> Made:
 
 def end_with_stdin() -> None:
     """End this process when its parent has ended."""
-    os.read(0, 1)  # `sys.stdin` is locked here, which would end the interpreter with an error
+    os.read(0, 1)  # a thread that reads `sys.stdin` would make the interpreter exit with an error
     os._exit(1)
 
 
 def main(folder: Path) -> None:
-    """Read the file "asked" of a folder, and write "made"."""
+    """Read the request from a folder's file "asked", and write the result to its file "made"."""
     write_value(folder / "made", made(read_value(folder / "asked")))
 
 

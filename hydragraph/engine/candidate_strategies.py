@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
 
-AUTO_CANDIDATES = 8  # kept by "auto"
-SAMPLE = 16  # mini-batches
+AUTO_CANDIDATES = 8  # maximum number of strategies that "auto" proposes
+SAMPLE = 16  # maximum number of mini-batches
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Planning:
-    """Inputs of the choice of strategies.
+    """Inputs for the choice of strategies.
 
     Attributes:
-        profile: costs of identical devices, or `Costs` of devices that differ; None: rough costs.
-        strategies: candidates planned already for "auto".
+        profile: costs of identical devices, `Costs` of devices that differ, or None for rough costs.
+        strategies: candidates that were already planned for "auto".
     """
 
     profile: Profile | Costs | None = None
@@ -65,9 +65,10 @@ def candidates_of(
     """Return the checked strategies to choose from.
 
     Args:
-        given: one strategy, several, or "auto": proposed for the data, or planned for devices that differ.
+        given: one strategy, several strategies, or "auto", which proposes strategies for the data, or plans them for
+            devices that differ.
         batches: sequence lengths of sample mini-batches; required by "auto".
-        home: where state lives, for "auto"; None: equal shares.
+        home: owners of the state, for "auto"; None means equal shares.
         passed: strategies that are already checked.
 
     Raises:
@@ -77,7 +78,7 @@ def candidates_of(
     """
     if isinstance(profile, Costs) and profile.ranks != ranks:
         raise Unsupported(
-            f"costs of {profile.ranks} devices on {ranks} ranks",
+            f"the costs are for {profile.ranks} devices, but there are {ranks} ranks",
             where="compile",
             remedy="give costs whose cluster has one device per rank",
         )
@@ -85,9 +86,9 @@ def candidates_of(
     if isinstance(given, str) and given == "auto":
         if profile is None or not batches:
             raise Unsupported(
-                'strategy="auto" with a profile and without a sample of the data',
+                'strategy="auto" with a profile needs a sample of the data',
                 where="compile",
-                remedy="pass lengths= (sequence lengths of some mini-batches) too, or leave out the profile",
+                remedy="also pass lengths= (sequence lengths of some mini-batches), or omit the profile",
             )
         if isinstance(profile, Costs):
             plan = planned_for(program, profile, batches, home, streaming=streaming)
@@ -111,17 +112,17 @@ def candidates_of(
 
 
 def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
-    """Return `candidates_of(given, *how)` on every rank, or raise on all; for "auto", only rank 0 searches."""
+    """Return `candidates_of(given, *how)` on every rank, or raise on every rank; for "auto", rank 0 searches."""
     if not (isinstance(given, str) and given == "auto"):
         return candidates_of(given, *how)
     return from_first(world, lambda: candidates_of(given, *how))
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose owners for the strategies on rank 0, for all ranks; return a home without a rule unchanged.
+    """Choose the owners of the state on rank 0 for all ranks; return a home without a rule unchanged.
 
     Raises:
-        ValueError: on all ranks: the home does not fit them.
+        ValueError: the home does not fit the ranks; raised on all ranks.
     """
     if home.rule is None:
         return home
@@ -137,7 +138,7 @@ def _question(
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
-    if home.copies > 1 and len(set(nodes)) > 1:  # else each rank counts as one
+    if home.copies > 1 and len(set(nodes)) > 1:  # otherwise each rank counts as a node
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)
@@ -163,7 +164,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
     """Parse a strategy's text for the program's layers; return a Strategy unchanged.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `given` is neither a Strategy nor the text of a strategy.
     """
     if isinstance(given, Strategy):
         return given
@@ -175,7 +176,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best strategy for the sample, and those that gain most when one is chosen every iteration."""
+    """Return the best strategy for the sample, and the strategies that gain most if every iteration chooses one."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -199,22 +200,22 @@ def planned_for(
     """Return the plan that `hg.plan` finds for a sample on devices that differ.
 
     Raises:
-        Unsupported: no strategy fits both devices and model, or the costs are of another model.
+        Unsupported: no strategy fits both devices and model, or the costs are for another model.
     """
     from hydragraph.planner.plan import plan
 
     if costs.profile.layers not in (None, program.layers):
         raise Unsupported(
-            f"costs of a model of {costs.profile.layers} layers, but this one has {program.layers}",
+            f"the costs are for a model of {costs.profile.layers} layers, but this model has {program.layers}",
             where="compile",
             remedy="measure this model: hydragraph profile",
         )
     sample = sample_of(batches)
     if not sample:
         raise Unsupported(
-            'strategy="auto" with mini-batches that hold no tokens',
+            'strategy="auto" needs tokens, but the mini-batches of lengths= have none',
             where="compile",
-            remedy="pass lengths= of mini-batches that do",
+            remedy="pass lengths= of mini-batches with tokens",
         )
     return plan(costs.changed(home=home), Workload(lengths=sample), schedules=schedules, streaming=streaming)
 
@@ -227,7 +228,7 @@ def at_once_among(
     home: Home,
     running: Sequence[Strategy],
 ) -> Strategy | None:
-    """Search quickly for a good strategy on devices that differ; all ranks wait for it. Return None if there is none.
+    """Search quickly for a good strategy on devices that differ, while all ranks wait; return None if there is none.
 
     Args:
         running: strategies that ran before, best first.
@@ -275,7 +276,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the planner's costs of the candidates: rough ones without a profile."""
+    """Return the planner's costs of the candidates, which are rough without a profile."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
@@ -283,7 +284,7 @@ def request_of(
         for strategy in strategies:
             if strategy.shares:
                 raise Unsupported(
-                    "its pipelines share stages, but the profile has constants of whole pipelines only",
+                    "its pipelines share stages, but the profile has constants only for complete pipelines",
                     where=f"strategy {strategy}",
                     remedy="measure the model with hydragraph profile, or compile without a profile",
                 )
@@ -300,7 +301,7 @@ def request_of(
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the planner of every iteration, and a sentence on its decision from the sample."""
+    """Return the planner of iterations, and a sentence on what it decided from the sample."""
     policy = planning.policy
     request = request_of(strategies, planning.profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not planning.lengths:

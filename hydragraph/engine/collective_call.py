@@ -30,29 +30,27 @@ class Restriction:
 
 
 class CollectiveCalls:
-    """Object with methods that all ranks call together (`collective`)."""
+    """Object with methods that all ranks must call together (`collective`)."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._closed = False
         self._restricted: Restriction | None = None
-        self._promised: Promise | None = None  # agreed for the next step
+        self._promised: Promise | None = None  # agreed promise for the next step
 
     def _admit(self, what: str) -> None:
         if self._closed:
-            raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
+            raise ValueError(f"{what}: this executable is closed; call {what} before close(), or compile again")
         if self._promised is not None and what != "step":
-            raise ValueError(
-                f"{what}: all ranks have promised a step before this: train it first, or do not promise one"
-            )
+            raise ValueError(f"{what}: all ranks have promised a step: train this step first, or do not promise a step")
         if self._restricted is not None and what not in self._restricted.calls:
             raise ValueError(f"{what}: {self._restricted.why}")
 
 
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
-    """Make a method a collective call: watched, outside the caller's torch modes, and rejected after `close`.
+    """Make a method a collective call, which is watched, ignores the caller's torch modes and fails after `close`.
 
-    Errors in the arguments are not a failure of this rank.
+    An error in the arguments does not count as a failure of this rank.
     """
 
     def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
@@ -67,7 +65,9 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
                 parts(arguments["path"])
             for name in ("path", "directory"):
                 if name in arguments and what != "load" and not isinstance(arguments[name], str | os.PathLike):
-                    raise TypeError(f"{what}: {name} is {arguments[name]!r}; give a path, as a text or a pathlib.Path")
+                    raise TypeError(
+                        f"{what}: {name} is {arguments[name]!r}; give a path, as a string or a pathlib.Path"
+                    )
             self._admit(what)
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)

@@ -48,12 +48,12 @@ from hydragraph.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class ExecutableOptions:
-    """Options of an executable that never change, as for `compile`.
+    """Constant options of an executable; `compile` documents most of them.
 
     Attributes:
-        check: as from `frontend.check.check_once.mode_of`.
+        check: mode returned by `frontend.check.check_once.mode_of`.
         library: the compiled folder that the program comes from.
-        variants: graphs that are compiled already.
+        variants: graphs that are already compiled.
     """
 
     backend: str | None = None
@@ -68,14 +68,14 @@ class ExecutableOptions:
 
 
 class CompiledModel:
-    """A captured model on one process, independent of its ranks.
+    """Captured model in one process, independent of the ranks.
 
     Attributes:
-        tensors: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
-        shell: the model without weights; None if it is not one of transformers'.
-        adapted: whether it is a peft model.
-        check: compares stages with whole blocks before a strategy's first step; None: not on this rank.
-        state: notices what the user changes after compilation.
+        tensors: state-dict key -> canonical name of the parameter or buffer with its value.
+        shell: the model without weights, or None for a model that is not from transformers.
+        adapted: whether the model is a peft model.
+        check: comparison of stages with unsharded blocks before a strategy's first step, or None on ranks without it.
+        state: detector of the user's changes after compilation.
     """
 
     def __init__(
@@ -118,19 +118,19 @@ class CompiledModel:
                 library=library,
                 cache=VariantCache(),
             )
-        # Another process of this machine may have compiled these for its own GPU.
+        # Another process of this machine may have compiled the variants for its own GPU.
         self.variants = variants.on(world.device) if variants.portable else variants
-        # Copies, because `load` writes to them.
+        # Buffers are copied because `load` writes to them.
         self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
         self.state = CompiledState(model, loss, self.buffers)
         self._torch_seed = torch.initial_seed()
 
     def initial(self, model: nn.Module, blocks: str | None) -> Callable[[], Iterable[Mapping[str, Tensor]]] | None:
-        """Return a function that returns the initial weights of a model on the meta device; else None."""
+        """Return a function that returns the initial weights of a model on the meta device; None for other models."""
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Copy the model's weights into a home state, after checking that all ranks have the same."""
+        """Check that all ranks have the same weights, and copy them into a home state."""
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
@@ -139,7 +139,7 @@ class CompiledModel:
             home.fill(dict(model.named_parameters()))
 
     def identity(self, strategies: Sequence[Strategy]) -> dict[str, str]:
-        """Return texts by name that must be the same on all ranks."""
+        """Return named texts that must be the same on all ranks."""
         return {
             "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
             "head or loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),
@@ -158,12 +158,12 @@ class CompiledModel:
         return self.sums is None
 
     def check_strategy(self, strategy: Strategy, ranks: int) -> None:
-        """Raise a ValueError unless a strategy fits the model, the ranks, the backend and the sums."""
+        """Raise ValueError unless a strategy fits the model, the ranks, the backend and the deterministic mode."""
         check_strategy(self.program, strategy, ranks)
         self.check_modes([strategy])
 
     def check_modes(self, strategies: Sequence[Strategy]) -> None:
-        """Raise unless the backend and the sums allow all strategies."""
+        """Raise ValueError unless the backend and the deterministic mode allow all strategies."""
         if self._inductor:
             for strategy in strategies:
                 refuse_halves(strategy)
@@ -198,7 +198,7 @@ class CompiledModel:
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
-        """Pack this rank's micro-batches; the update's number selects the masks of dropout."""
+        """Pack this rank's micro-batches; the number of the update selects the dropout masks."""
         draws: Draws | None = None
         if self.program.drops:
             count = len(batch.sequences)
@@ -222,7 +222,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The degree is the least that fits, because it also fits fewer ranks.
+    The degree is the smallest that fits, because a smaller degree also fits fewer ranks.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
@@ -232,11 +232,11 @@ def of_least_cut(
             return among(profile.changed(profile=alike) if isinstance(profile, Costs) else alike)
         except Unsupported as error:
             refused = refused or error
-    raise refused or Unsupported("nothing was measured", where="compile", remedy="measure: hydragraph profile")
+    raise refused or Unsupported("the profile is empty", where="compile", remedy="run hydragraph profile")
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Map every key of the model's state dict to the parameter or buffer that holds its value."""
+    """Map every key of the model's state dict to the parameter or buffer with its value."""
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {key: names.get(key, key) for key in model.state_dict()}

@@ -15,7 +15,7 @@ from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
 
 @dataclass(frozen=True)
 class Discovered:
-    """Devices, types by rank, links and cluster."""
+    """Discovered devices and their types by rank, the measured links, and the cluster."""
 
     reports: tuple[DeviceReport, ...]
     types: tuple[str, ...]
@@ -24,12 +24,12 @@ class Discovered:
 
     @property
     def places(self) -> tuple[DevicePlace, ...]:
-        """Node and type of every rank."""
+        """Node and device type of every rank."""
         return tuple(DevicePlace(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
 
     @property
     def links_text(self) -> str:
-        """Text on the slowest links within and between nodes."""
+        """Speed of the slowest links within and between nodes, as text."""
         parts = []
         for where, links in (("within", self.links.inner), ("between", self.links.outer)):
             measured = [link for link in links if link is not None]
@@ -41,10 +41,10 @@ class Discovered:
 
 
 def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discovered:
-    """Discover all ranks' devices and links; all ranks call it.
+    """Discover the devices and links of all ranks; all ranks must call this.
 
     Args:
-        probe: returns a device's products per second.
+        probe: function that returns the device's speed in matrix products per second.
 
     Raises:
         ValueError: hosts have different versions.
@@ -52,14 +52,14 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     reports = report_devices(groups, probe)
     types = types_of(reports)
     links = measure_links(groups, [report.node for report in reports])
-    links = groups.gather(links)[0]  # rounding may differ
+    links = groups.gather(links)[0]  # rounding may differ between ranks
     return Discovered(reports, types, links, cluster_of(reports, types, links))
 
 
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
-    """Return a cluster with a node for every type of device of every host.
+    """Return a cluster with one node for each type of device on each host.
 
-    If ranks are not numbered in these nodes' order, all have the slowest links.
+    If the order of ranks differs from the order of these nodes, all nodes get the slowest links.
     """
     hosts = list(dict.fromkeys(report.node for report in reports))
     host_of = [hosts.index(report.node) for report in reports]

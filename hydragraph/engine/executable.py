@@ -44,17 +44,17 @@ Measurements = tuple[Profile, Cluster, Sequence[int] | None]
 
 
 class Executable(Membership):
-    """A model compiled for a strategy, ready to train. `compile` creates one on every rank.
+    """Compiled model that is ready to train; `compile` creates an executable on every rank.
 
     Attributes:
-        strategies: those that steps choose from.
-        given, wanted_home: as passed to `compile`.
-        measured_seats: seats whose devices `given_profile` prices; None: 0, 1, ...
-        spans: set it to a list to which steps append the times of their instructions.
+        strategies: strategies that steps choose from.
+        given, wanted_home: the arguments `strategy` and `home` of `compile`.
+        measured_seats: seats of the devices that `given_profile` prices; None means 0, 1, ...
+        spans: None, or a list to which steps append the times of their instructions.
         past: strategies that ran on earlier sets of ranks.
-        watched: set it on all ranks to let idle ranks probe their device.
-        stopping: set to a positive number on any rank, it makes the next `step` raise `Stopped` on all ranks.
-        listens: called when ranks agree on a step; a positive result acts like `stopping`.
+        watched: whether idle ranks probe their device; set the same value on all ranks.
+        stopping: 0, or a positive number to make the next `step` raise `Stopped` on all ranks.
+        listens: function that is called when ranks agree on a step; a positive result acts like `stopping`.
     """
 
     # The interface of a training script.
@@ -66,20 +66,21 @@ class Executable(Membership):
         """Train on one global mini-batch, identical on every rank.
 
         Args:
-            sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels (-100 where a token does not
-                count; causal models shift them) or shift_labels (already aligned with the predictions), and [L, ...]
-                for each custom field named by compile's example=. A mapping may also be a batch [B, L] with an
-                attention_mask for padding on the right.
-            strategy: strategy or its text for this step; default: the one given to `compile`, or the best of those.
-                Changing it moves no optimizer state.
-            divide_by: divisor of the sum of losses: the "targets" or "sequences" of the whole mini-batch, or a number.
+            sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels or shift_labels, and
+                [L, ...] for each custom field in compile's example=. The loss ignores labels of -100. Causal models
+                shift labels; shift_labels are already aligned with the predictions. A mapping may also be a batch
+                [B, L] with an attention_mask for padding on the right.
+            strategy: strategy for this step, or its text; by default, the strategy given to `compile`, or the best of
+                several. Changing the strategy moves no optimizer state.
+            divide_by: divisor of the sum of losses: the number of "targets" or "sequences" in the mini-batch, or any
+                other number.
 
         Raises:
             Unsupported: no optimizer was given, or the model cannot be split as the strategy says.
             FloatingPointError: the loss or a gradient is not finite; weights are unchanged.
             RankFailure: another rank failed; weights are unchanged.
             Stopped: a rank has set `stopping`.
-            ValueError: the mini-batch is malformed, differs between ranks, or is not the promised one.
+            ValueError: the mini-batch is malformed, differs between ranks, or is not the promised mini-batch.
         """
         if self.optimizer is None:
             raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
@@ -95,25 +96,25 @@ class Executable(Membership):
     ) -> None:
         """Promise the step after the next; promising is optional, but all ranks must make the same promise.
 
-        Ranks agree on the promised step during the step before, which saves a synchronisation. A promise applies to the
-        next call of `step` only, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move` may
-        come before the promised step, and a request to stop takes effect one step later.
+        Ranks agree on the promised step during the step before it, which saves a synchronization. Only the next call of
+        `step` uses a promise, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move` may be
+        called before the promised step, and a request to stop takes effect one step later.
 
         Args:
-            sequences: the same object that `step` will receive, iterable twice and not changed.
+            sequences: the object that `step` will receive; it must be iterable twice and must not change.
         """
         self._next = Promise(sequences, strategy, divide_by) if self.world.ranks > 1 else None
 
     def choose_from(
         self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None, ready_first: bool = False
     ) -> None:
-        """Choose from other strategies from the next step on. Only rank 0 calls it; all ranks follow in the same step.
+        """Choose from other strategies, starting with the next step; call this only on rank 0, for all ranks.
 
         Args:
-            request: costs of their pipelines, in the same order.
-            static: index of the candidate to keep; None: choose the best for every step.
-            ready_first: keep the current strategies until the new ones are compiled and checked in the background,
-                instead of compiling in the first step that runs them; see `changing` and `change_refused`. Not
+            request: costs of the strategies' pipelines, in the order of `strategies`.
+            static: index of the only strategy to use, or None to choose the best for every step.
+            ready_first: whether to use the current strategies until the new strategies are compiled and checked in the
+                background, instead of compiling them in their first step; see `changing` and `change_refused`. Not
                 supported with Inductor.
 
         Raises:
@@ -124,7 +125,7 @@ class Executable(Membership):
             raise Unsupported(
                 "this rank does not plan",
                 where="choose_from",
-                remedy="call it on rank 0 of an executable compiled with a profile or several strategies",
+                remedy="call choose_from on rank 0 of an executable compiled with a profile or several strategies",
             )
         for strategy in strategies:
             self.check(strategy, self.world.ranks)
@@ -144,13 +145,13 @@ class Executable(Membership):
         """Check that a strategy fits the model, the number of ranks and the deterministic mode.
 
         Raises:
-            ValueError: it does not fit; `Unsupported` if it needs an unsupported feature.
+            ValueError: the strategy does not fit; `Unsupported` if it needs an unsupported feature.
         """
         self._compiled.check_strategy(strategy, ranks)
 
     @property
     def measured(self) -> Measurements | None:
-        """Device measurements for "auto"."""
+        """Device measurements made for "auto", or None."""
         first = self._first_profile
         if not self.planning.explanation or not isinstance(first, Costs):
             return None
@@ -163,9 +164,9 @@ class Executable(Membership):
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a newcomer's is not of its seat's type; all ranks call it.
+        """Measure all devices again if a joining rank's device is not of its seat's type; all ranks must call this.
 
-        Return whether they were measured.
+        Return whether the devices were measured.
         """
         known = self._first_profile
         assert isinstance(known, Costs), "call it after `adopt`"
@@ -217,13 +218,13 @@ class Executable(Membership):
         """Return the log-probability of each sequence's targets given the preceding tokens, without changing anything.
 
         Args:
-            sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 do not count.
-            entropy: also return the summed entropies, in nats, of the targets' distributions; materialises the logits
-                of a micro-batch.
+            sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 are ignored.
+            entropy: whether to also return the sum of the entropies of the targets' distributions, in nats; this
+                materializes the logits of a micro-batch.
 
         Returns:
-            fp32 [L] on the CPU, in the order of the sequences, on every rank; 0 for a sequence without a target. With
-            entropy, a pair.
+            One fp32 value per sequence, in the order of the sequences, on the CPU of every rank; 0 for a sequence
+            without a target. With `entropy`, a pair of such tensors.
 
         Raises:
             Unsupported: the loss has no log-probability per token.
@@ -237,14 +238,14 @@ class Executable(Membership):
     ) -> dict[str, Tensor]:
         """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); arguments as for `step`.
 
-        Frozen parameters, and those that the loss does not reach, have none.
+        Frozen parameters, and parameters that the loss does not use, have no gradient.
         """
         self._iterate(sequences, strategy, "gradients", divide_by)
         return self._session.gather(self.home.gradients)
 
     @collective("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return `model.state_dict()` as full CPU tensors on rank 0, {} elsewhere; all ranks call it.
+        """Return `model.state_dict()` as full CPU tensors on rank 0, {} elsewhere; all ranks must call this.
 
         The dict includes tied aliases and persistent buffers. Parameters are the fp32 master weights.
         """
@@ -253,23 +254,23 @@ class Executable(Membership):
 
     @collective("weights")
     def weights(self, dtype: torch.dtype = torch.float32, to: Sequence[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the weights as a server such as vLLM loads them, with one block in memory at a time.
+        """Iterate over the weights in the form that a server such as vLLM loads, with one block in memory at a time.
 
-        All ranks call it, and the ranks of `to` finish the loop before any rank makes another call::
+        All ranks must call this method, and the ranks in `to` must finish the loop before any rank makes another call::
 
             for name, tensor in exe.weights(dtype=torch.bfloat16):
                 ...
 
         Args:
             dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
-            to: ranks that get the weights; on others the loop is empty.
+            to: ranks that get the weights; on other ranks, the loop is empty.
 
         Returns:
-            Names and tensors as `save_pretrained` writes them, on this rank's device; a tied weight comes once, and
+            Names and tensors as `save_pretrained` writes them, on this rank's device. A tied weight appears once, and
             persistent buffers come last.
 
         Raises:
-            ValueError: `to` names a rank twice or one that does not exist, or `dtype` is not a floating dtype.
+            ValueError: `to` has a rank twice or a rank that does not exist, or `dtype` is not a floating dtype.
             Unsupported: a peft model has several adapters.
         """
         if not dtype.is_floating_point:
@@ -281,17 +282,17 @@ class Executable(Membership):
         self._holding.begin()
         pieces = self._weights(weights, to)
         if self.rank not in to:
-            return iter(list(pieces))  # takes part even without a loop
+            return iter(list(pieces))  # this rank takes part although its loop is empty
         self._restricted = Restriction(
-            ENDS, "a loop over weights() has not ended; finish it, or leave it with break, first"
+            ENDS, "a loop over weights() has not ended; finish the loop, or leave it with break, first"
         )
         return pieces
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Compute `score` and `evaluate` without the adapters of a peft model, as its `disable_adapter` does.
+        """Compute `score` and `evaluate` without the adapters of a peft model, like peft's `disable_adapter`.
 
-        The model without adapters is the reference of DPO or of a KL penalty. All ranks enter this context together::
+        The model without adapters is the reference model for DPO or a KL penalty. All ranks must enter the context::
 
             with exe.adapter_off():
                 reference = exe.score(sequences)
@@ -317,12 +318,12 @@ class Executable(Membership):
 
     @collective("save_pretrained")
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
-        """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
+        """Write a Hugging Face directory on rank 0, in fp32; all ranks must call this.
 
         Args:
-            directory: created if missing; only rank 0 needs access to it.
-            merged: for a peft model, write the base model with its active adapters merged into its weights, instead of
-                only its adapters.
+            directory: directory to write, created if missing; only rank 0 needs access to it.
+            merged: for a peft model, whether to write the base model with its active adapters merged into its weights,
+                instead of only the adapters.
 
         Raises:
             Unsupported: the model is not a transformers model, or has no adapters to merge.
@@ -343,10 +344,10 @@ class Executable(Membership):
 
         Args:
             path: a directory visible to all ranks.
-            extra: plain data, returned by `load`.
-            asynchronous: return once this rank's shards are copied to CPU memory, and write in the background. The next
-                `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; the first of these calls
-                or the next step raises its error on every rank.
+            extra: plain data that `load` returns.
+            asynchronous: whether to return once this rank's shards are copied to CPU memory, and to write in the
+                background. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
+                write; the first of these calls or the next step raises its error on every rank.
         """
         self._holding.begin()
         changed = self._compiled.state.changed_weights()
@@ -363,16 +364,16 @@ class Executable(Membership):
 
     @collective("keep")
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
-        """Keep a checkpoint in pieces, which `move` and `load` can restore; all ranks call it.
+        """Store a checkpoint in pieces that `move` and `load` can restore; all ranks must call this.
 
-        Training waits only for the copy to CPU memory. A place that is still being written to is left out.
+        Training waits only for the copy to CPU memory. A location that is still being written to is skipped.
 
         Args:
-            pieces: where this rank keeps them; all ranks use the same places.
-            extra: plain data, returned after a restore.
+            pieces: locations of this rank's pieces; all ranks must use the same locations.
+            extra: plain data that is returned after a restore.
 
         Returns:
-            Errors of writing earlier checkpoints, which are incomplete; the same on all ranks.
+            Errors from writing earlier checkpoints, which are therefore incomplete; the same on all ranks.
         """
         self._holding.begin()
         return keep(self._session, pieces, extra or {}, persistent_buffers(self._compiled, self._session))
@@ -384,10 +385,11 @@ class Executable(Membership):
 
     @collective("load")
     def load(self, path: Restore) -> dict[str, Any]:
-        """Read a checkpoint, and return its `extra`; all ranks call it.
+        """Read a checkpoint, and return its `extra`; all ranks must call this.
 
         Args:
-            path: a directory of `save`, the pieces of `keep`, or the pair (pieces, directory); the newer is read.
+            path: a directory written by `save`, pieces written by `keep`, or a pair (pieces, directory) to read the
+                newer checkpoint.
         """
         self._session.saver.wait()
         self._stop_handover()
@@ -406,7 +408,7 @@ class Executable(Membership):
         """
         if self._compiled.adapted:
             raise Unsupported(
-                "a model with adapters, whose weights have other names than those of its base",
+                "the model has adapters, so its weights have other names than the base model's",
                 where="load_pretrained",
                 remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
             )
@@ -417,7 +419,7 @@ class Executable(Membership):
         self._holding.loaded()
 
     def close(self) -> None:
-        """Wait for running saves and close the communicators; all ranks call it, even after a failure."""
+        """Wait for running saves and close the communicators; all ranks must call this, even after a failure."""
         self._closed = True
         if self._holding.held is None:
             return
@@ -447,13 +449,13 @@ class Executable(Membership):
 
     @property
     def decision(self) -> str:
-        """On rank 0: a sentence on whether one strategy is kept or one is chosen for every step, or ""."""
+        """On rank 0: a sentence on whether one strategy is kept or every step chooses a strategy, or ""."""
         return self._chooser.decision
 
     # Implementation.
 
     def _weights(self, weights: PublishedWeights, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield one bucket after another; if the caller stops early, still gather the others."""
+        """Yield the weights bucket by bucket; gather the remaining buckets even if the caller stops early."""
         groups = self.groups
         buckets = weights.buckets(to)
         try:

@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 PROBED_EVERY = 4  # steps
 RECENT = 4  # strategies
 
-_Running = tuple[Strategy, tuple[int, ...], Purpose]  # with micro-batch counts
+_Running = tuple[Strategy, tuple[int, ...], Purpose]  # the second part has the micro-batch counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class RanIteration:
 
 
 class IterationRunner(CollectiveCalls):
-    """Runs iterations on the current session; `Executable` describes the attributes."""
+    """Runner of iterations on the current session; `Executable` documents the attributes."""
 
     def __init__(self, compiled: CompiledModel, holding: Holding, world: World) -> None:
         super().__init__(world.watch)
@@ -67,15 +67,15 @@ class IterationRunner(CollectiveCalls):
         self._choosing: Chooser | None = None
         self._next: Promise | None = None
         self._communications = 0
-        self._ran: dict[int, _Running] = {}  # last two iterations
+        self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._probe = SpeedProbe(world.device)
-        self._lasted: float | None = None  # seconds
+        self._lasted: float | None = None  # duration of the last step in seconds
         self._begin_era()
 
     def _begin_era(self) -> None:
         self._running: _Running | None = None
         self._recent: tuple[Strategy, ...] = ()
-        self._prepared: set[tuple[Strategy, Purpose]] = set()  # by every rank
+        self._prepared: set[tuple[Strategy, Purpose]] = set()  # prepared by every rank
 
     @property
     def _session(self) -> Session:
@@ -99,12 +99,12 @@ class IterationRunner(CollectiveCalls):
         ran = self._run(sequences, given, purpose, divide_by)
         batch, work, outcome = ran.batch, ran.work, ran.outcome
         if not outcome.finite:
-            remedy = "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+            remedy = "lower the learning rate or clip gradients (max_grad_norm), and inspect this mini-batch"
             if math.isfinite(outcome.loss) and math.isnan(outcome.grad_norm):
                 remedy = "look for a square root, a division or a logarithm at 0 in the model and its loss"
             raise FloatingPointError(
-                f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
-                f"{remedy}"
+                f"loss {outcome.loss:.4g} or gradient norm {outcome.grad_norm:.4g} is "
+                f"not finite, so nothing was updated; {remedy}"
             )
         return StepReport(
             step=self.steps,
@@ -128,14 +128,14 @@ class IterationRunner(CollectiveCalls):
     def _run(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
     ) -> RanIteration:
-        """Run one iteration; errors that all ranks raise together are agreed."""
+        """Run one iteration; mark an error that all ranks raise together as agreed."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
         began = time.perf_counter()
         self._communications += 1
         coming: Promise | None = None
-        if trains:  # even if this step is rejected
+        if trains:  # even if this step is rejected, the promise is used up
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             batch, strategy = self._agree(sequences, given, purpose, divide_by)
@@ -156,7 +156,7 @@ class IterationRunner(CollectiveCalls):
                 self.spans if trains else None,
                 functools.partial(self._says, coming),
             )
-            self._holding.go_over()  # even without an update
+            self._holding.go_over()  # switch owners even without an update
         if trains:
             self._lasted = time.perf_counter() - began
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
@@ -174,12 +174,15 @@ class IterationRunner(CollectiveCalls):
     ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
-        Raises an agreed error on all ranks if the call is invalid, a save failed, or ranks differ; also `Stopped`.
+        Raise an agreed error on all ranks if the call is invalid, a save has failed or ranks differ. Raise `Stopped` if
+        a rank was asked to stop.
         """
         promised = self._promised
         if promised is not None:
             if not promised.is_of(sequences, given, divide_by):
-                raise ValueError("step: all ranks have promised another mini-batch or strategy: call step with those")
+                raise ValueError(
+                    "step: all ranks have promised another mini-batch or strategy: pass the promised arguments"
+                )
             self._promised = None
             call, ranks = promised.agreed
         else:
@@ -205,7 +208,7 @@ class IterationRunner(CollectiveCalls):
         if call.refused is not None:
             raise agreed(call.refused)
         if ranks.stopping:
-            _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
+            _LOG.info("a rank was asked to stop (%d): the next step does not start", ranks.stopping)
             raise agreed(Stopped(ranks.stopping))
         assert call.batch is not None
         return call.batch, call.strategy
@@ -240,7 +243,7 @@ class IterationRunner(CollectiveCalls):
         return self._session.saying(coming.call.mark, self._reason_to_stop())
 
     def _reason_to_stop(self) -> int:
-        """Return why this rank should not begin the next step (to stop, or to meet others), or 0."""
+        """Return a positive number if this rank should stop or meet other ranks before the next step, else 0."""
         member = here()
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
@@ -249,12 +252,12 @@ class IterationRunner(CollectiveCalls):
 
     def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
         choice = self._chooser.choose(batch.lengths, strategy)
-        self.strategies = self._chooser.strategies  # changed by `choose_from`
+        self.strategies = self._chooser.strategies  # `choose_from` may have changed them
         world, update = self._session.world, self.steps + 1
         return self._compiled.packed(batch, choice.strategy, choice.assignment, choice.planned, world, purpose, update)
 
     def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
-        """Build this rank's program. If a rank cannot, all raise an agreed error before any message of the step."""
+        """Build this rank's program; if a rank fails, all raise an agreed error before the step sends messages."""
         self._running = (work.strategy, work.assignment.counts, purpose)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
         self._ran[self._communications] = self._running
@@ -287,11 +290,11 @@ class IterationRunner(CollectiveCalls):
         return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
 
     def _describe(self, rank: int, index: int, number: int) -> str:
-        """Return the text of an instruction of another rank, which may be one iteration earlier or later."""
+        """Describe an instruction of another rank, which may be one iteration ahead or behind."""
         if self._running is None:
             return ""
         if number > self._communications:
-            return f"instruction {index} of the next step"  # not known yet
+            return f"instruction {index} of the next step"  # this rank does not know the next step yet
         running = self._ran.get(number, self._running)
         return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 
@@ -301,7 +304,7 @@ def _cannot_compile(error: Exception, strategy: Strategy) -> Unsupported:
     refusal = Unsupported(
         f"it cannot be compiled ({type(error).__name__}: {sentence})",
         where=f"strategy {strategy}",
-        remedy="choose another strategy; the cause is above on the rank that failed",
+        remedy="choose another strategy; the failed rank's output shows the cause",
     )
     refusal.__cause__ = error
     return refusal

@@ -1,8 +1,8 @@
-"""Handover of state to new owners during a step, which continues with the current owners.
+"""Handover of state to new owners during a step, which the current owners complete.
 
-Between two updates only gradients change, so the new owner gets weights and moments while a step computes, and the
-gradients at its commit; then it updates. Every rank commits after it has received everything, so all ranks switch to
-the new owners or none does; an earlier failure discards the new owners' part.
+Between two updates only gradients change. The new owners therefore get weights and moments while a step computes, get
+the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either
+all ranks switch to the new owners or none does. An earlier failure discards the new owners' state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Handover:
     """State that is moving to other owners.
 
     Attributes:
-        ending, arriving: this rank's sessions before and after.
+        ending, arriving: this rank's sessions before and after the handover.
         whole: whether the new owners have everything that an update needs.
     """
 
@@ -44,7 +44,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Start moving state whose owners differ in a new, unfilled session; all ranks call it."""
+        """Start moving the state whose owners differ in a new, unfilled session; all ranks must call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
@@ -77,7 +77,7 @@ class Handover:
         streams.wait(landed)
 
     def end(self) -> None:
-        """Send the gradients to the new owners."""
+        """Send the gradients and the optimizer's settings to the new owners."""
         self.settle()
         old, new = self.ending.home, self.arriving.home
         learning = [bucket for bucket in self._route.buckets if bucket.learns]

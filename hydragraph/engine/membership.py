@@ -1,4 +1,4 @@
-"""Membership of an executable in sets of ranks."""
+"""Membership of an executable in changing sets of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Membership(IterationRunner):
-    """Connects ranks and moves the state between them; `Executable` describes the attributes."""
+    """Base class that connects ranks and moves state between them; `Executable` documents the attributes."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Membership(IterationRunner):
 
     @property
     def recent(self) -> tuple[Strategy, ...]:
-        """Strategies trained with on these ranks, most recent first."""
+        """Strategies that these ranks have trained with, most recent first."""
         return self._recent
 
     @property
@@ -113,7 +113,7 @@ class Membership(IterationRunner):
 
     @property
     def profile(self) -> Profile | Costs | None:
-        """Costs of strategies; None without measurements."""
+        """Costs of strategies, or None without measurements."""
         return self.planning.profile
 
     @property
@@ -138,7 +138,7 @@ class Membership(IterationRunner):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Optimizer of this rank's share; None if compiled without one."""
+        """Optimizer of this rank's share, or None if the executable was compiled without an optimizer."""
         return self._session.optimizer
 
     @property
@@ -161,7 +161,7 @@ class Membership(IterationRunner):
                 with self._calling("leave"):
                     self._stop_handover()
             except RankFailure as failure:
-                _LOG.info("state did not move alongside the steps: %s", failure)
+                _LOG.info("the handover of state during training did not complete: %s", failure)
         for groups in self._holding.groups:
             groups.close()
 
@@ -174,24 +174,25 @@ class Membership(IterationRunner):
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
-        """Continue in another world or under another home; all ranks of the new world call it.
+        """Continue in another world or under another home; all ranks of the new world must call this.
 
-        Call it after a failure or between two steps; newcomers use an executable compiled with `joining=True`. The
-        state and hyperparameters come from survivors. If only some ranks have finished a step, all finish it. Every
-        rank keeps its old
-        state until all have the new one: if the move fails, meet again and move again.
+        Call `move` after a failure or between two steps; joining ranks use an executable compiled with `joining=True`.
+        The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, all ranks
+        finish it. Every rank keeps its old state until all ranks have the new state; if the move fails, let the ranks
+        meet again and repeat the move.
 
         Args:
-            world: this process's new place, with an initialised process group, or the current world.
-            home: new owners of the state; None: as in `compile`.
-            before: each new rank's old rank; None for a newcomer. Old ranks that are not named are lost.
-            restore: as for `load`; read by all ranks if a part of the state is lost. Newcomers pass theirs as well.
-            strategy: strategies to choose from; None: the current ones, which must fit the ranks.
+            world: this process's place in the new world, with an initialized process group, or the current world.
+            home: new owners of the state, or None for the home given to `compile`.
+            before: each new rank's old rank, or None for a joining rank. Old ranks that are not listed are lost.
+            restore: checkpoint as for `load`, which all ranks read if a part of the state is lost; joining ranks must
+                pass it too.
+            strategy: strategies to choose from, or None for the current strategies, which must fit the new ranks.
             profile: new costs of strategies.
 
         Raises:
-            ValueError: on all ranks: `before` does not fit, the state is lost, or a strategy or the home does not fit.
-            RankFailure: another rank failed meanwhile; the state is unchanged.
+            ValueError: `before`, a strategy or the home does not fit, or state is lost; raised on all ranks.
+            RankFailure: another rank failed during the move; the state is unchanged.
         """
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
@@ -243,17 +244,17 @@ class Membership(IterationRunner):
 
     @collective("rehome")
     def rehome(self, home: Home | str) -> None:
-        """Move state to the owners of another home during the next step; all ranks call it.
+        """Move state to the owners of another home during the next step; all ranks must call this.
 
-        Results are bit for bit those of a `move` after that step, but training waits only for the gradients of the
-        moving parts. If a rank is lost, or state is loaded or moved otherwise, the handover is discarded.
+        Results are bitwise equal to those of a `move` after that step, but training waits only for the gradients of the
+        parts that move. The handover is discarded if a rank is lost, or if another call loads or moves the state.
 
         Raises:
-            ValueError: on all ranks: the home does not fit, or another handover is in progress.
+            ValueError: the home does not fit, or another handover is in progress; raised on all ranks.
         """
         if self._holding.handover is not None:
             on_its_way = self._holding.handover.arriving.owners.home
-            raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
+            raise agreed(ValueError(f"rehome: state is still moving to {on_its_way}: train a step first"))
         self._holding.begin()
         ending = self._session
         requested_home = home_of(home) or self.wanted_home

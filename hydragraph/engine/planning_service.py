@@ -1,4 +1,4 @@
-"""Planning ahead of training in worker processes."""
+"""Planning of mini-batches in worker processes, ahead of training."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
-# Per mini-batch.
+# Maximum attempts to plan one mini-batch.
 ATTEMPTS = 3
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 class PlanService:
-    """Worker processes, replaced when they die, and a bounded queue of mini-batches.
+    """Worker processes that plan mini-batches from a bounded queue; processes that die are replaced.
 
     Args:
-        ahead: maximum number of mini-batches that are queued, in work or waiting to be taken.
+        ahead: maximum number of mini-batches that are queued, being planned, or planned but not yet taken.
     """
 
     def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
         if workers < 1 or ahead < 1:
-            raise ValueError(f"{workers} workers, {ahead} mini-batches ahead: give at least one of each")
+            raise ValueError(f"workers is {workers} and ahead is {ahead}: give at least 1 for both")
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._plans: dict[Lengths, Answer | None] = {}  # None: not answered
+        self._plans: dict[Lengths, Answer | None] = {}  # None: not planned yet
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
         self._number = 0  # version of the request
-        self._told = [0] * workers  # the version that each process has
+        self._told = [0] * workers  # version of the request that each process has
         self._closed = False
         self.replaced = 0
         self.answered = False
@@ -52,7 +52,7 @@ class PlanService:
 
     def submit(self, lengths: Lengths) -> bool:
         """Request a plan; return False if the queue is full."""
-        # Plans that are never taken must not pile up.
+        # The bound keeps plans that are never taken from accumulating.
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -63,16 +63,16 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
-        """Return and remove the plan of a mini-batch; None if it was not requested or is late."""
+        """Return and remove the plan of a mini-batch; return None if it was not requested or is late."""
         with self._changed:
             if lengths not in self._plans:
                 return None
-            # Removed in both cases: a step never asks again.
+            # A late plan is removed too: a step never asks again.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Plan with another request from now on, including submitted mini-batches unless `forget` discards them."""
+        """Plan with a new request from now on; plan submitted mini-batches again unless `forget` discards them."""
         with self._changed:
             self._request = request
             self._number += 1
@@ -103,12 +103,14 @@ class PlanService:
         while (lengths := self._jobs.get()) is not None and not self._closed:
             with self._changed:
                 number = self._number
-                plan_is_due = lengths in self._plans and self._plans[lengths] is None  # not queued twice
+                plan_is_due = (
+                    lengths in self._plans and self._plans[lengths] is None
+                )  # a mini-batch may be queued twice
             if not plan_is_due:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # Else its step took the quick plan, or the request has changed.
+                # Otherwise its step has used the quick plan, or the request has changed.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
@@ -127,7 +129,7 @@ class PlanService:
                 if self._closed:
                     break
                 self.replaced += 1
-                _LOG.info("planning process %d died; another one takes its mini-batch", index)
+                _LOG.info("planning process %d died; another process plans its mini-batch", index)
                 process = self._processes[index]
                 self._processes[index] = None
                 if process is not None:
@@ -136,9 +138,9 @@ class PlanService:
             except Exception as raised:  # keep this thread alive
                 return Answer(None, raised, 0.0)
         died = Unsupported(
-            f"{ATTEMPTS} planning processes died over one mini-batch",
+            f"{ATTEMPTS} planning processes died while they planned one mini-batch",
             where="planner",
-            remedy="look at what they wrote to stderr, or plan without them (Policy(workers=0))",
+            remedy="look at their output on stderr, or plan without processes (Policy(workers=0))",
         )
         return Answer(None, died, 0.0)
 

@@ -1,4 +1,4 @@
-"""Planning process: reads mini-batches from stdin and writes plans to stdout, until its stdin closes."""
+"""Planning process, which reads mini-batches from stdin and writes plans to stdout until stdin closes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydragraph.planner.request import PlanRequest, answer, get_ready
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Answer until the source ends; a new request replaces the current one."""
+    """Answer mini-batches until the source ends; a new request replaces the current request."""
     request: PlanRequest = pickle.load(source)
     while True:
         try:
@@ -27,7 +27,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # Signals reach the whole process group, but training may first finish a step.
+    # Ignore signals, which reach the whole process group: training may need plans to finish a step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout

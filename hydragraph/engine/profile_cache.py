@@ -14,7 +14,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# The profile of the only type of device is used down to this fraction of its former speed: plans keep their order.
+# Minimum ratio of current to former speed to reuse a profile if all devices are of one type: a common slowdown does not
+# change the order of plans.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -26,10 +27,10 @@ def folder() -> Path:
 
 
 def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -> str:
-    """Return the digest of what a profile depends on, except the device's speed.
+    """Return a digest of everything that a profile depends on, except the device's speed.
 
     Args:
-        together: largest number of ranks of this type on one node, whose cores they share.
+        together: largest number of ranks of this type on one node; they share the node's cores.
         others: the model, dtype, backend and settings, with a stable `repr`.
     """
     memory = round(report.memory_bytes / 1e9, 1)
@@ -38,10 +39,10 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> Profile | None:
-    """Return the stored profile of a device of this speed for a type; None if there is none or it is unreadable.
+    """Return the stored profile of a device of this speed, for the type `type_`, or None if none can be read.
 
     Args:
-        alone: whether there is only one type of device, which other work may slow down.
+        alone: whether all devices are of one type.
     """
     least = ALONE if alone else ALIKE
     best: tuple[float, Path] | None = None
@@ -63,7 +64,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> P
 
 
 def remember_profile(key: str, report: DeviceReport, profile: Profile) -> None:
-    """Store a profile; log a failure."""
+    """Store a profile; log an error instead of raising it."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:

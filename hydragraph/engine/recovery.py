@@ -1,4 +1,4 @@
-"""Recovery with surviving and new ranks, after a step raised.
+"""Recovery from a failed step, with surviving and new ranks.
 
     while exe.steps < 100:
         try:
@@ -6,8 +6,8 @@
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
 
-The ranks meet again in the same processes, state moves to new owners, a strategy that fits is chosen, and the
-interrupted step is repeated or finished.
+`survive` connects the ranks again in the same processes, moves the state to new owners and chooses a strategy that
+fits. The interrupted step is finished by `survive` or repeated by the loop.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class Survived:
     Attributes:
         generation: number of this set of ranks, counted from 1.
         step: last step that the state includes.
-        lost, left: previous numbers of the ranks that failed, and of those that were asked to end.
+        lost: previous numbers of the ranks that failed.
+        left: previous numbers of the ranks that were asked to end.
         joined: current numbers of new ranks.
-        restored: step of the checkpoint that was read; None: no state was lost.
-        received: bytes of state from other ranks.
-        seconds: from this rank's failure to the arrival of the state.
+        restored: step of the checkpoint that was read, or None if no state was lost.
+        received: bytes of state received from other ranks.
+        seconds: time from this rank's failure to the arrival of the state.
         why: description of the failure.
-        ending: why these ranks may only save and end; "": they continue.
-        read: bytes of pieces that this rank read, by kind of place: "memory", "disk" and "store".
+        ending: reason why these ranks may only save and end, or "" if they continue.
+        read: bytes of pieces that this rank read, by kind of storage: "memory", "disk" and "store".
     """
 
     generation: int
@@ -71,17 +72,17 @@ class Survived:
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
-    """Meet the surviving and new ranks, and move the state to them; all call it.
+    """Connect the surviving and new ranks, and move the state to them; all these ranks must call this.
 
-    `exe.world`, `exe.strategies` and `exe.steps` are updated.
+    The call updates `exe.world`, `exe.strategies` and `exe.steps`.
 
     Args:
-        exe: on a newcomer, one compiled with `joining=True`.
-        restore: as for `Executable.load`; read by all ranks if a part of the state is lost.
+        exe: this rank's executable; a new rank compiles it with `joining=True`.
+        restore: checkpoint as for `Executable.load`, which all ranks read if a part of the state is lost.
 
     Raises:
-        TooFewRanks: on all ranks: fewer are left than may continue; they can still save.
-        RankFailure, Stopped: `failure` itself, if ranks were not started to survive it.
+        TooFewRanks: too few ranks are left to continue; raised on all ranks, which can still save.
+        RankFailure, Stopped: `failure` itself, if the ranks were not launched for recovery.
         ValueError: a part of the state is lost, and `restore` is not given.
     """
     pieces, path = (None, None) if restore is None else parts(restore)
@@ -102,15 +103,18 @@ def meet_again(
     """Recover as `survive` does, but also return if too few ranks are left.
 
     Args:
-        newest: returns the checkpoint to restore if state is lost; ranks use that of the first rank that has a
-            checkpoint.
-        soon: use the first good strategy instead of searching for the best.
+        newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
+            first rank that has one.
+        soon: whether to use the first good strategy instead of searching for the best.
         rates: rates of slow members, on the rank that monitors them.
-        pieces: this rank's, if all ranks have some; read instead of that checkpoint if newer.
+        pieces: this rank's pieces, if all ranks have pieces; ranks read them instead of the checkpoint if they are
+            newer.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
-        raise failure or ValueError("survive: give launch elastic=hg.Elastic(), and call this where a step raises")
+        raise failure or ValueError(
+            "survive: ranks cannot recover: give launch elastic=hg.Elastic(), and call survive after a step raises"
+        )
     began = time.monotonic()
     reasons: list[str] = []
     before = member.generation.members
@@ -137,15 +141,15 @@ def meet_again(
             break
         if member.number in generation.leaving:
             member.leave()
-            raise Dismissed("handed over its state, as it was asked to end")
+            raise Dismissed("this rank handed over its state because it was asked to end")
         left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
-        failure = None  # the others meet again
+        failure = None  # the remaining ranks meet again
     exe.stopping = 0
     exe.past = replace(past, seats=tuple(peer.seat for peer in peers))
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
-    came = "ranks came" if joined else "ranks were called together"
+    came = "ranks joined" if joined else "ranks were asked to meet"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
     if len(joined) == len(now) and generation.lost:  # no survivors
         lost = tuple(range(len(generation.lost)))
@@ -176,7 +180,7 @@ def _move(
     past: Past | None,
     rates: Mapping[int, float],
 ) -> Moved:
-    """Move the state to a generation's ranks; with `past`, find a strategy immediately instead of the best."""
+    """Move the state to a generation's ranks; with `past`, choose a good strategy quickly, not the best."""
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
     seats = [peer.seat for peer in peers]
@@ -202,7 +206,7 @@ def _move(
 
 
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:
-    measured = next(filter(None, world.gather(exe.measured)), None)  # a newcomer has none
+    measured = next(filter(None, world.gather(exe.measured)), None)  # a new rank has none
     exe.adopt(measured)
     newcomers = [rank for rank, before in enumerate(generation.before) if before is None]
     return measured is not None and bool(newcomers) and exe.measure_newcomers(world, seats, newcomers)
@@ -216,16 +220,17 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit; if none does, return planned or similar strategies.
+    """Return the given strategies that fit; if none fits, return planned or similar strategies.
 
     Args:
-        past, seats: earlier strategies, and the seats of the current ranks, to find a planned strategy immediately.
+        past: earlier strategies, to find a planned strategy quickly.
+        seats: seats of the current ranks, for `past`.
     """
     choices, lengths = exe.given, exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:
         if past is not None and isinstance(profile, Costs) and lengths:
-            eras = next((history for history in world.gather(past.eras) if history), ())  # a newcomer has no history
+            eras = next((history for history in world.gather(past.eras) if history), ())  # a new rank has no history
             ran = replace(past, eras=eras).among(seats)
             if (immediate_strategy := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
                 return (immediate_strategy,)
@@ -245,7 +250,7 @@ def strategies_for(
         return True
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, strategies)):
-        with suppress(Unsupported):  # none fits
+        with suppress(Unsupported):  # no planned strategy fits
             strategies = [strategy for strategy in planned() if fits(strategy)] or strategies
     return refit(strategies, world.ranks, exe.program.layers, fits)
 
@@ -256,8 +261,8 @@ def costs_for(
     """Return the costs of strategies on the devices of these seats.
 
     Args:
-        seats: by rank; if one lies outside the cluster, devices are assumed to be identical.
-        priced: seats that `given` is for; None: as many as it has ranks.
+        seats: seat of each rank; if a seat lies outside the cluster, devices are assumed to be identical.
+        priced: seats of the devices in `given`; None means 0, 1, ...
     """
     if not isinstance(given, Costs):
         return given
@@ -271,8 +276,8 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
     """Derive the home of ranks in these seats from the home for all seats.
 
     Args:
-        wanted: shares by seat; ranks in other seats get the average share.
-        leaving: ranks to exclude from ownership.
+        wanted: home with shares by seat; ranks in other seats get the average share.
+        leaving: ranks that must not own state.
     """
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
     if not leaving and wanted.shares is None and not wanted.buckets:

@@ -1,6 +1,6 @@
 """State of an executable that belongs to one set of ranks and one home.
 
-A session is recreated when ranks join or leave, or when state moves; the executable and its variants stay.
+A session is recreated when ranks join or leave, or when state moves; the executable and its variants are kept.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import Home
 
-TIMEOUT = timedelta(minutes=30)  # of one communication
+TIMEOUT = timedelta(minutes=30)  # maximum duration of one communication
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One rank's part of a world; without an optimizer, it does not train."""
+    """One rank's communicators and share of the state; without an optimizer, a session does not train."""
 
     program: Program
     buffers: Mapping[str, Tensor]
@@ -69,16 +69,16 @@ class Session:
         log: ProgressLog | None = None,
         ending: Session | None = None,
     ) -> Session:
-        """Connect the ranks of a world and give each its share of the state; all ranks call it.
+        """Connect the ranks of a world and give each rank its share of the state; all ranks must call this.
 
         Args:
             alike: texts by name that must be identical on all ranks.
-            log: progress of the state that `fill` provides, if it is not new.
-            ending: session of the same world whose communicators and unmoved state are re-used.
+            log: progress of the state that `fill` provides, if this state is not new.
+            ending: session of the same world whose communicators and unmoved state are reused.
 
         Raises:
-            ValueError: on every rank: an input differs between ranks, or the home does not fit them.
-            Unsupported: on every rank: the optimizer cannot work on some rank's shards.
+            ValueError: an input differs between ranks, or the home does not fit the ranks; raised on every rank.
+            Unsupported: the optimizer cannot work on some rank's shards; raised on every rank.
         """
         world.watch.rest("")
         groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
@@ -114,10 +114,10 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return this rank's inputs of `compare`, to be sent at a commit and read by `RanksCompared.of`.
+        """Return this rank's inputs of `compare` as a message for a commit, which `RanksCompared.of` reads.
 
         Args:
-            digest: 62-bit digest of the next call; -1 if unknown.
+            digest: 62-bit digest of the next call, or -1 if the call is unknown.
         """
         high, low = divmod(digest, 1 << 31)
         return high, low, int(self.saver.failed), stopping
@@ -136,8 +136,8 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            spans: receives the times of instructions.
-            says: called after this rank's computation; returns its message to all others (`saying`).
+            spans: list to which the times of instructions are appended, or None.
+            says: function that is called after this rank's computation and returns its message to all ranks (`saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}
@@ -151,11 +151,11 @@ class Session:
         return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
-        """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.
+        """Return full CPU tensors in natural shape by parameter name on rank 0, {} elsewhere; all ranks must call this.
 
         Args:
-            shards: bucket -> this rank's part of its weights or gradients.
-            names: parameters to return; None: all.
+            shards: bucket name -> this rank's part of the bucket's weights or gradients.
+            names: parameters to return, or None for all.
         """
         buckets = self.gather_by_bucket(shards, names)
         return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket.items()}
@@ -167,12 +167,12 @@ class Session:
         to: Sequence[int] = (0,),
         dtype: Callable[[Iterable[str]], torch.dtype] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield full natural tensors by parameter name for each bucket in turn; all ranks iterate over all of them.
+        """Yield full tensors in natural shape by parameter name, bucket by bucket; all ranks must exhaust the iterator.
 
         Args:
-            shards, names: as for `gather`; buckets without such parameters are left out.
-            to: ranks that receive the tensors, on their devices; others get {}.
-            dtype: returns the dtype in which parameters of these names arrive; None: that of their shards.
+            shards, names: as for `gather`; buckets without parameters in `names` are skipped.
+            to: ranks that receive the tensors, on their devices; other ranks get {}.
+            dtype: function from parameter names to the dtype in which they arrive; None means the dtype of the shards.
         """
         world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -190,7 +190,7 @@ class Session:
             yield tensors
 
     def update(self, norm: float) -> None:
-        """Clip the gradients of this rank's share by the norm of all ranks', and update it."""
+        """Clip the gradients of this rank's share by the global norm, and update the share."""
         self.log.updating()
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
@@ -222,7 +222,7 @@ def _same(old: Layout, new: Layout) -> Layout:
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer; raise on every rank if one fails or settings differ."""
+    """Create this rank's optimizer; raise on every rank if a rank fails or settings differ."""
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:
@@ -231,8 +231,8 @@ def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Group
         refused = error
     sent = refused
     if refused is not None and not isinstance(refused, Unsupported) and groups.world.ranks > 1:
-        sentence = f"rank {groups.world.rank} cannot make it ({type(refused).__name__}: {refused})"
-        sent = Unsupported(sentence, where="optimizer", remedy="correct the function that makes it")
+        sentence = f"rank {groups.world.rank} cannot make the optimizer ({type(refused).__name__}: {refused})"
+        sent = Unsupported(sentence, where="optimizer", remedy="correct the function optimizer=")
         sent.__cause__ = refused
     raise_together(groups, sent, sent)
     groups.same_everywhere("optimizer and its settings", settings_of(optimizer))

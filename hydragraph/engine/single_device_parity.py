@@ -1,7 +1,7 @@
 """Comparison of losses and gradients with plain PyTorch on the unmodified model.
 
-The reference runs one sequence at a time, and shares no code with the system under test, except the random words of
-dropout (`Masks`).
+The reference runs one sequence at a time, and shares no code with the system under test, except for the random numbers
+of dropout (`Masks`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from hydragraph.spec.strategy import Strategy
 
 LOSS_TOLERANCE = 1e-5  # relative
-GRADIENT_TOLERANCE = 1e-5  # relative to the parameter's own gradient ...
-GLOBAL_TOLERANCE = 1e-7  # ... plus this fraction of the norm of all gradients: some are 0 (key biases)
+GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
+GLOBAL_TOLERANCE = 1e-7  # added tolerance relative to the norm of all gradients, for gradients that are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
-# Context of a sequence: its number in the mini-batch, or -1 for no dropout, and its length.
+# Function from a sequence's number in the mini-batch (-1 for no dropout) and its length to a context with its masks.
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
@@ -46,7 +46,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ParityRow:
-    """A strategy compared with the reference, at its worst parameter.
+    """Comparison of a strategy with the reference, for the parameter with the largest error.
 
     Attributes:
         error, norm: |error|_2 and |g|_2 of the parameter's gradient.
@@ -79,9 +79,9 @@ def reference(
 
     Args:
         model: a Hugging Face model with weights.
-        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 does not count) and optionally `weights`,
-            a factor of the sequence's losses.
-        masks: masks of dropout for the gradients; the loss is computed without dropout.
+        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optionally `weights`, a
+            factor for the sequence's losses.
+        masks: dropout masks for the gradients; the loss is computed without dropout.
 
     Raises:
         ValueError: no sequence has a target.
@@ -124,12 +124,14 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     """Return the row of a strategy's worst gradient.
 
     Raises:
-        ValueError: a parameter has a nonzero gradient on one side only.
+        ValueError: only the strategy, or only the reference, has a nonzero gradient of a parameter.
     """
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)
     if different:
-        raise ValueError(f"strategy {strategy}: these parameters have a gradient on one side only: {different}")
+        raise ValueError(
+            f"strategy {strategy}: it and the reference have gradients of different parameters: {different}"
+        )
     everything = math.sqrt(sum(float(g.double().square().sum()) for g in expected.gradients.values()))
     rows = []
     for name, gradient in expected.gradients.items():
@@ -152,7 +154,7 @@ def verify(
     masks: Masks | None = None,
     label_smoothing: float = 0.0,
 ) -> list[ParityRow]:
-    """Compare every strategy with one device, on every rank; return one row per strategy on rank 0, [] elsewhere."""
+    """Compare strategies with one device, on all ranks; return one row per strategy on rank 0, [] elsewhere."""
     expected = reference(model, sequences, masks, label_smoothing) if rank == 0 else None
     rows = []
     for strategy in strategies:

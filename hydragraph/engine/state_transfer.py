@@ -28,7 +28,7 @@ from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed
 
 _WHAT = "move"
 
-# `Executable.save`'s checkpoint, `Executable.keep`'s pieces, or both: the newer is read.
+# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both to read the newer checkpoint.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -38,10 +38,11 @@ class Moved:
 
     Attributes:
         step: last step that the state includes, identical on all ranks.
-        finished: whether the move finished that step, which had raised on this rank: step your learning-rate scheduler
-            once more.
-        restored: step of the checkpoint that was read, with its `extra`; None: no state was lost.
-        read: as for `recovery.Survived`.
+        finished: whether the move finished this step after it had raised an error on this rank. If so, step your
+            learning-rate scheduler once more.
+        restored: step of the checkpoint that was read, or None if no state was lost.
+        extra: the checkpoint's `extra`.
+        read: bytes of pieces that this rank read, as in `recovery.Survived`.
     """
 
     step: int
@@ -58,9 +59,9 @@ class Brought:
     """Result of filling a session.
 
     Attributes:
-        restored: whether a checkpoint was read; it provides `extra` and `buffers`.
-        received: bytes from other ranks.
-        read: as for `Moved`.
+        restored: whether a checkpoint was read, which then provides `extra` and `buffers`.
+        received: bytes received from other ranks.
+        read: bytes of pieces that this rank read, as in `Moved`.
     """
 
     restored: bool
@@ -71,14 +72,14 @@ class Brought:
 
 
 def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Keep this rank's state in pieces, on all ranks; return errors of writing earlier checkpoints, of all ranks."""
+    """Store this rank's state in pieces; return all ranks' errors from writing earlier checkpoints."""
     groups = session.groups
     step, buckets = session.log.progress.updates, session.program.buckets
     own = OwnedState.of(session.home, session.optimizer)
     errors = [f"rank {session.world.rank}: {error}" for error in pieces.errors()]
 
     def mine() -> tuple[Columns, dict[str, Any] | None, _Places, list[str]]:
-        encoded("extra", dict(extra))  # raises unless it is plain data
+        encoded("extra", dict(extra))  # raises an error unless `extra` is plain data
         places = _Places(pieces.busy, pieces.written, pieces.last, pieces.new_series())
         return own.columns, plain_state(session.home, session.optimizer), places, errors
 
@@ -111,14 +112,14 @@ class _Places:
 
 
 def bring(session: Session, old: Session | None, meeting: AgreedState, restore: Restore | None) -> Brought:
-    """Fill a new session's state; all ranks call it. The old state is not changed.
+    """Fill a new session's state without changing the old state; all ranks must call this.
 
     Args:
-        old: this rank's old session; None: it has no valid state.
-        restore: read if a part of the state is lost.
+        old: this rank's old session, or None if it has no valid state.
+        restore: checkpoint to read if a part of the state is lost.
 
     Raises:
-        ValueError: on all ranks: a part of the state is lost, and no checkpoint is given.
+        ValueError: a part of the state is lost, and no checkpoint is given; raised on all ranks.
     """
     groups = session.groups
     rank = session.world.rank
@@ -154,11 +155,11 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
-    """Read the whole state, as all parts must be of one step and survivors are ahead of a checkpoint."""
+    """Read the complete state: all parts must be of one step, and survivors are ahead of the checkpoint."""
     if restore is None and nobody:
         raise ValueError(
-            "move: all ranks that had the state are lost, and nothing was saved: start again, or give a checkpoint as "
-            "restore"
+            "move: all ranks that had the state are lost, and nothing was saved: start again, or give a checkpoint "
+            "with restore="
         )
     if restore is None:
         name, intervals = next(iter(route.lost.items()))
@@ -166,18 +167,19 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
         gone = sum(hi - lo for lo, hi in intervals)
         lo, hi = intervals[0]
         raise ValueError(
-            f"move: no rank that is left has elements [{lo}, {hi}) of bucket {name} ({gone / size:.0%} of it; "
-            f"{len(route.lost)} of {len(route.buckets)} buckets are incomplete): keep copies=2 in the home, or give a "
-            "checkpoint as restore"
+            f"move: no remaining rank has elements [{lo}, {hi}) of bucket {name} ({gone / size:.0%} of it; "
+            f"{len(route.lost)} of {len(route.buckets)} buckets are incomplete): use copies=2 in the home, or give a "
+            "checkpoint with restore="
         )
     return read(session, restore)
 
 
 def read(session: Session, restore: Restore) -> Brought:
-    """Read the whole state from a checkpoint; all ranks call it.
+    """Read the complete state from a checkpoint; all ranks must call this.
 
     Raises:
-        Damaged, ValueError: on all ranks: as for `save_and_load.load`, or no place has a whole checkpoint in pieces.
+        Damaged, ValueError: as for `save_and_load.load`, or no location has a complete checkpoint in pieces; raised on
+            all ranks.
     """
     pieces, path = parts(restore)
     groups = session.groups
@@ -187,7 +189,7 @@ def read(session: Session, restore: Restore) -> Brought:
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
         recovered = recover(pieces, session.program.buckets, session.home, groups, least=least)
-        pieces.last = None  # the next pieces are of another series
+        pieces.last = None  # the next pieces start another series
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "without a path, recover returns or raises"
@@ -205,7 +207,7 @@ def _steps_of(path: Path) -> int:
 
 
 def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
-    """Return the pieces and the directory to read from; raise a TypeError for anything else."""
+    """Return the pieces and the directory to read from; raise TypeError for anything else."""
     if isinstance(restore, Pieces):
         return restore, None
     if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:
@@ -229,7 +231,7 @@ def _taken(session: Session, found: Recovered) -> Brought:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return the session with the existing optimizer object, which schedulers refer to."""
+    """Return the new session with the old optimizer object, because schedulers refer to that object."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

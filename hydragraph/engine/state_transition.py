@@ -1,13 +1,13 @@
-"""Sessions of a rank: the current one, and the one that its state is moving to.
+"""Current session of a rank, and the arriving session that its state is moving to.
 
     current      arriving         meaning
     none         none             a rank that was compiled to join others
-    A            none             steps
-    A            B, not whole     a move or a handover during a step fills B; a failure discards B
-    A            B, whole         this rank takes B, or, if the last meeting failed, may have to
-    B            none             steps again
+    A            none             the rank trains with A
+    A            B, incomplete    a move or a handover during a step fills B; a failure discards B
+    A            B, complete      the rank switches to B, or may have to if the last meeting failed
+    B            none             the rank trains with B
 
-Ranks agree on whether a complete B counts when they meet again.
+When ranks meet again, they agree on whether to use a complete B.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Holding:
     """A rank's current and arriving session."""
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Start without a session; `start` returns initial weights, unless others are loaded first."""
+        """Start without a session; `start` returns initial weights, which are unused if weights are loaded first."""
         self.held: Session | None = None
         self.handover: Handover | None = None
         self.generation = 0
         self._start = start
         self._arriving: Session | None = None
         self._whole = False
-        self._ahead = 0  # arriving generation
-        self._called: tuple[int, ...] = ()  # ranks since the last switch
+        self._ahead = 0  # generation of the arriving session
+        self._called: tuple[int, ...] = ()  # this process's ranks since the last switch
 
     @property
     def session(self) -> Session:
-        """Current session; a ValueError if there is none."""
+        """Current session; raises ValueError if there is none."""
         if self.held is None:
             raise ValueError("this executable has joined no ranks yet: call move first")
         return self.held
@@ -54,7 +54,7 @@ class Holding:
         return list({id(session.groups): session.groups for session in sessions if session is not None}.values())
 
     def begin(self) -> None:
-        """Fill a model built on the meta device with its initial weights, unless others were loaded."""
+        """Fill a model built on the meta device with its initial weights, unless weights were loaded."""
         start, self._start = self._start, None
         for tensors in start() if start is not None else ():
             self.session.home.fill(tensors)
@@ -64,7 +64,7 @@ class Holding:
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
-        """Return this rank's state when it meets others as `rank`, or None."""
+        """Return a record of this process's state for a meeting in which it is `rank`, or None without state."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
@@ -93,7 +93,7 @@ class Holding:
         self._ahead = self.generation + 1
 
     def arrived(self, generation: int) -> None:
-        """Record that the arriving session is complete, and its generation."""
+        """Record that the arriving session is complete, and record its generation."""
         self._whole = True
         self._ahead = generation
 
@@ -108,7 +108,7 @@ class Holding:
         self._called = ()
 
     def hand_over(self, arriving: Session) -> None:
-        """Start moving state to another session during the next step; all ranks call it."""
+        """Start moving state to another session during the next step; all ranks must call this."""
         self.handover = Handover.begin(self.session, arriving)
         self.expect(arriving)
 
@@ -119,7 +119,7 @@ class Holding:
             self.take()
 
     def stop_handover(self, broken: bool) -> None:
-        """Stop a handover; unless ranks are broken, wait for its transfers in flight."""
+        """Stop a handover; wait for its transfers in flight unless communication is broken."""
         handover, self.handover = self.handover, None
         if handover is None:
             return

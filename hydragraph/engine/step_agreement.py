@@ -1,6 +1,6 @@
-"""Agreement on the next step at the end of the current one, so that ranks wait for a slow rank once per step.
+"""Agreement on the next step at the end of the current step, so that ranks wait for a slow rank once per step.
 
-Ranks check the promised mini-batch before they commit the current step, and the commit compares their digests.
+Ranks check the promised mini-batch before they commit the current step, and the commit compares its digests.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Call:
     """Checked inputs of this rank's next iteration.
 
     Attributes:
-        batch, strategy: None if rejected; strategy is also None by default.
-        mark: digest of the call, including an error.
+        batch: mini-batch, or None if the call is rejected.
+        strategy: requested strategy, or None for the default or if the call is rejected.
+        mark: digest of the call, or of the error that rejects it.
     """
 
     batch: MiniBatch | None
@@ -31,7 +32,7 @@ class Call:
 
 @dataclass(eq=False)
 class Promise:
-    """A promised step that follows the current one; `call` has its arguments once they are checked."""
+    """Promised step after the current step; `call` is set once the arguments are checked."""
 
     sequences: Batches
     strategy: Strategy | str | None
@@ -40,17 +41,17 @@ class Promise:
     ranks: RanksCompared | None = None
 
     def heard(self, said: Sequence[tuple[int, ...]]) -> bool:
-        """Take in the messages of all ranks; return whether all have promised the same."""
+        """Compare the messages of all ranks; return whether all ranks have promised the same step."""
         self.ranks = RanksCompared.of(said)
         return self.ranks.same
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        """The call and the comparison of ranks, once agreed."""
+        """Checked call and comparison of ranks, available after agreement."""
         assert self.call is not None, "ranks compare what they have checked"
         assert self.ranks is not None, "ranks have met at a commit"
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:
-        """Return whether a step with these arguments is the promised one."""
+        """Return whether a step with these arguments is the promised step."""
         return sequences is self.sequences and (strategy, divide_by) == (self.strategy, self.divide_by)

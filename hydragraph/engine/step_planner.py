@@ -21,9 +21,9 @@ class IterationPlan:
     """Strategy and assignment of one iteration.
 
     Attributes:
-        seconds: expected time; 0 for the quick plan.
-        hidden_s: planning during training.
-        exposed_s: planning that training waited for.
+        seconds: expected time of the iteration, or 0 for the quick plan.
+        hidden_s: planning time that overlapped with training.
+        exposed_s: planning time that training waited for.
         late: whether this is the quick plan.
     """
 
@@ -36,10 +36,10 @@ class IterationPlan:
 
 
 class IterationPlanner:
-    """Plans iterations, on one rank.
+    """Planner of iterations on one rank.
 
     Args:
-        static: candidate to keep whenever it can run the longest sequence; None: choose every time.
+        static: index of the candidate to use if it can run the longest sequence, or None to choose every time.
     """
 
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
@@ -52,7 +52,7 @@ class IterationPlanner:
         self._hurries = False
 
     def announce(self, lengths: Sequence[int]) -> None:
-        """Plan a coming iteration in the background."""
+        """Plan a later iteration in the background."""
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):
@@ -62,14 +62,14 @@ class IterationPlanner:
         """Return the plan of a mini-batch.
 
         Raises:
-            Unsupported: no candidate takes the longest sequence.
+            Unsupported: no candidate can run the longest sequence.
         """
         began = time.perf_counter()
         key = tuple(lengths)
         # Workers know only the static candidate.
         if not self._static_takes(key):
             if self._service is not None:
-                self._service.take(key, 0.0)  # perhaps announced before a change
+                self._service.take(key, 0.0)  # discards a plan announced before a change
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self._static)
@@ -87,7 +87,7 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Continue after another planner, with its processes; while they start, steps take the quick plan.
+        """Take over the processes of another planner; while processes start, steps use the quick plan.
 
         Args:
             before: this process's previous planner, whose announcements are discarded.
@@ -125,12 +125,16 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Return a plan of the last candidate, whose programs exist, or of the one that takes the longest sequences."""
+        """Plan with the last candidate, whose programs exist, or the candidate that runs the longest sequences."""
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(request.candidates[chosen], lengths)
         waited = time.perf_counter() - began
-        _LOG.info("plan not ready after %.2g s: strategy %d, assigned longest first", waited, chosen)
+        _LOG.info(
+            "the plan was not ready after %.2g s: strategy %d runs the sequences, assigned longest first",
+            waited,
+            chosen,
+        )
         return IterationPlan(chosen, assignment, 0.0, 0.0, waited, late=True)

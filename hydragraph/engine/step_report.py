@@ -14,19 +14,21 @@ class StepReport:
     """Metrics of one step; identical on every rank except `seconds`.
 
     Attributes:
-        step: counted from 1.
+        step: number of the step, counted from 1.
         loss: sum of losses of the global mini-batch, divided by `divide_by`; by default the mean over target tokens.
         tokens: number of target tokens.
         grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
-        strategy, chosen: the strategy as text and as an object.
-        micro_batches: number in each pipeline.
+        strategy: text of the strategy.
+        chosen: the strategy as an object.
+        micro_batches: number of micro-batches in each pipeline.
         seconds: wall time on this rank.
-        padding: tokens added for sequence parallelism.
-        planning_s, planning_hidden_s: seconds of planning that this step waited for, and that overlapped with training.
+        padding: number of tokens added for sequence parallelism.
+        planning_s: seconds of planning that this step waited for.
+        planning_hidden_s: seconds of planning that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.
-        expected_s: step time predicted by the profile; 0 without a profile.
+        expected_s: step time predicted by the profile, or 0 without a profile.
         ranks: each rank's time and its waits for communication.
-        assignment: which pipeline computed which sequences in which micro-batch.
+        assignment: assignment of sequences to pipelines and micro-batches.
     """
 
     step: int

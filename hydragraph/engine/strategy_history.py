@@ -1,4 +1,4 @@
-"""Strategies that ran on earlier sets of ranks. Ranks are renumbered in recoveries; seats are stable."""
+"""History of strategies on earlier sets of ranks, by seat: recoveries renumber ranks but not seats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Era:
-    """One set of ranks that met and trained; `strategies`, most recent first, name seats instead of ranks."""
+    """One set of ranks that met and trained; its `strategies`, most recent first, name seats instead of ranks."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]
@@ -20,13 +20,13 @@ class Era:
 
 @dataclass(frozen=True)
 class Past:
-    """History known to one process; `seats` are those of the current ranks, by default equal to their numbers."""
+    """History known to one process; `seats` are the seats of the current ranks, by default 0, 1, ..."""
 
     seats: tuple[int, ...] | None = None
     eras: tuple[Era, ...] = ()
 
     def ended(self, strategies: Sequence[Strategy], ranks: int) -> Past:
-        """Return the history after these ranks, which trained with `strategies`, most recent first."""
+        """Return the history with the current ranks added, which trained with `strategies`, most recent first."""
         if not strategies:
             return self
         seats = tuple(range(ranks)) if self.seats is None else self.seats
@@ -39,7 +39,7 @@ class Past:
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
         """Return earlier strategies for ranks in these seats; seats without a rank get higher numbers.
 
-        Those that ran on the same seats come first, then the most recent.
+        Strategies that ran on the same seats come first; the others follow, most recent first.
         """
         number = {seat: rank for rank, seat in enumerate(seats)}
         for era in self.eras:

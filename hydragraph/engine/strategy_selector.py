@@ -21,7 +21,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class IterationChoice:
-    """Strategy and assignment of one iteration, and times."""
+    """Strategy and assignment of one iteration, and planning times."""
 
     strategy: Strategy
     assignment: Assignment
@@ -44,14 +44,14 @@ class _Told:
 
 
 class Chooser:
-    """Chooses every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
+    """Chooser of every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
 
     Args:
-        before: the previous chooser; it is closed, and its planning processes are re-used.
+        before: the previous chooser, which is closed and whose planning processes are reused.
 
     Attributes:
         decision: on rank 0, a sentence on whether one strategy is kept, or "".
-        refused: why the last change was rejected, or "".
+        refused: reason why the last change was rejected, or "".
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Chooser:
         self._plans = self._measured or len(strategies) > 1
         self._planner: IterationPlanner | None = None  # on rank 0
         self._change: _Change | None = None  # on rank 0
-        self._coming: tuple[Strategy, ...] = ()  # prepared, or being prepared
+        self._coming: tuple[Strategy, ...] = ()  # strategies that are prepared or being prepared
         self._making: Beforehand | None = None
         self._ready = False
         if self._plans and groups.world.rank == 0:
@@ -93,10 +93,10 @@ class Chooser:
             self._planner.announce(lengths)
 
     def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
-        """Choose the strategy, unless one is given, and the assignment of a mini-batch; all ranks call it.
+        """Choose the assignment of a mini-batch, and its strategy unless one is given; all ranks must call this.
 
         Raises:
-            ValueError: agreed on every rank: planning failed.
+            ValueError: planning failed; raised on every rank.
         """
         began = time.perf_counter()
         if strategy is not None or not self._plans:
@@ -113,7 +113,7 @@ class Chooser:
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
     ) -> None:
-        """Choose from other strategies, on the planning rank; arguments as for `Executable.choose_from`.
+        """Choose from other strategies, on the planning rank; `Executable.choose_from` documents the arguments.
 
         Raises:
             Unsupported: the previous request has just become ready.
@@ -122,7 +122,7 @@ class Chooser:
             raise Unsupported(
                 "the strategies of an earlier call have just become ready, and the next step chooses among them",
                 where="choose_from",
-                remedy="call it again after that step",
+                remedy="call choose_from again after that step",
             )
         self._change = _Change(strategies, request, static, ready_first)
         self.refused = ""

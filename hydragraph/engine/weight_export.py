@@ -1,4 +1,4 @@
-"""Weights and buffers under the model's names."""
+"""Export of weights and buffers under the model's names."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def persistent_buffers(compiled: CompiledModel, session: Session) -> dict[str, T
 
 
 class PublishedWeights:
-    """Weights bucket by bucket, with the names and shapes of `save_pretrained`.
+    """Weights, bucket by bucket, with the names and shapes of `save_pretrained`.
 
     Args:
-        dtype: as for `Executable.weights`.
+        dtype: dtype of the weights, as for `Executable.weights`.
 
     Raises:
         Unsupported: a peft model has several adapters.
@@ -52,7 +52,7 @@ class PublishedWeights:
                 self._first.setdefault(source, key)
 
     def buckets(self, to: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of one bucket after another on the ranks `to`, {} elsewhere; all ranks iterate."""
+        """Yield the tensors bucket by bucket on the ranks `to`, {} elsewhere; all ranks must exhaust the iterator."""
         return self._session.gather_by_bucket(self._session.home.weights, frozenset(self._first), to, self._dtype_of)
 
     @property

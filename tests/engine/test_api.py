@@ -62,7 +62,7 @@ def of_another_scale() -> nn.Module:
 )
 def test_the_program_of_another_model_is_refused(other: object) -> None:
     program, _ = captured("llama")
-    with pytest.raises(ValueError, match="another model than this LlamaForCausalLM: capture this one"):
+    with pytest.raises(ValueError, match="another model than this LlamaForCausalLM: capture this model"):
         hg.compile(other(), STRATEGY, program=program)  # type: ignore[operator]
 
 

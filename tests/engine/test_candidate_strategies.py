@@ -122,7 +122,7 @@ def test_losses_are_those_of_one_device_whatever_is_chosen(
 
 
 def test_auto_by_a_profile_needs_data() -> None:
-    with pytest.raises(hg.Unsupported, match=r"with a profile and without a sample.*lengths"):
+    with pytest.raises(hg.Unsupported, match=r"with a profile needs a sample.*lengths"):
         hg.compile(models.llama(layers=LAYERS, vocab=97), "auto", profile=PROFILE)
     with pytest.raises(hg.Unsupported, match=r"pass a Strategy, a text.*, a list of them"):
         hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # type: ignore[list-item]

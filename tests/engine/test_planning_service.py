@@ -74,7 +74,7 @@ def test_a_dead_worker_is_replaced_and_its_mini_batch_planned(caplog: pytest.Log
         assert found is not None
         assert found.choice == answer(SETTING, BATCHES[1]).choice
         assert service.replaced == 1
-        assert "planning process 0 died; another one takes its mini-batch" in caplog.messages
+        assert "planning process 0 died; another process plans its mini-batch" in caplog.messages
         assert service.pids != [pid]
     finally:
         service.close()
@@ -106,7 +106,7 @@ def test_the_queue_is_bounded_and_unknown_mini_batches_are_not_waited_for() -> N
         assert service.take(BATCHES[1], 0.0) is None
     finally:
         service.close()
-    with pytest.raises(ValueError, match="at least one of each"):
+    with pytest.raises(ValueError, match="at least 1 for both"):
         PlanService(SETTING, workers=0)
 
 
@@ -117,8 +117,8 @@ def test_a_late_plan_gives_the_quick_one(caplog: pytest.LogCaptureFixture) -> No
         planner.announce(BATCHES[0])
         plan = planner.plan(BATCHES[0])
         assert plan.late
-        told = f" s: strategy {plan.candidate}, assigned longest first"
-        assert any(m.startswith("plan not ready after ") and m.endswith(told) for m in caplog.messages)
+        told = f" s: strategy {plan.candidate} runs the sequences, assigned longest first"
+        assert any(m.startswith("the plan was not ready after ") and m.endswith(told) for m in caplog.messages)
         flat = [i for p in plan.assignment.micro_batches for m in p for i in m]
         assert sorted(flat) == [i for i, n in enumerate(BATCHES[0]) if n]
         for pipeline, p in zip(SETTING.candidates[plan.candidate], plan.assignment.micro_batches, strict=True):

@@ -254,7 +254,7 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
     exe.leave()
     world = regroup(9, [3, 0, 2])
     if world is not None:
-        with pytest.raises(ValueError, match=r"no rank that is left has elements \[\d+, \d+\) of bucket .*copies=2"):
+        with pytest.raises(ValueError, match=r"no remaining rank has elements \[\d+, \d+\) of bucket .*copies=2"):
             exe.move(world, hg.Home(), [0, 1, 2], strategy=parsed(NARROW))
         moves.append(exe.move(world, hg.Home(), [0, 1, 2], folder / "saved", strategy=parsed(NARROW)))
         losses += train(exe, [7])
