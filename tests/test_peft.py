@@ -227,7 +227,7 @@ def test_scores_without_adapters_are_those_of_the_base() -> None:
     runs = hg.launch(scored_without, 3, prepare=partial(ready, STRATEGIES[:1], "plain"))
     base = hg.compile(llama(layers=LAYERS), "<tp1,pp1>")
     wanted = base.score(batches()[0])
-    with pytest.raises(hg.Unsupported, match=r"adapter_off: a model without adapters; compile the reference model"):
+    with pytest.raises(hg.Unsupported, match=r"adapter_off: the model has no adapters; compile the reference model"):
         base.adapter_off().__enter__()
     base.close()
     for before, off, after in runs:

@@ -1,4 +1,4 @@
-"""Fields of the packed batch that the model does not pass to a part."""
+"""Graph inputs for batch fields that the model itself does not pass to its blocks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-# Placeholder -> field, after all arguments of a block, in this order.
+# Placeholder name -> batch field. These placeholders follow a block's other arguments, in this order.
 ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added_longest": "max_length"}
 
 
 def added_input(graph: fx.Graph, name: str, value: Callable[[], Tensor]) -> fx.Node:
-    """Return the placeholder of a field, made with a fake value if missing."""
+    """Return the placeholder `name`; add it with a fake value if the graph has none."""
     placeholders: dict[str, fx.Node] = {node.name: node for node in graph.find_nodes(op="placeholder")}
     if name not in placeholders:
         with graph.inserting_after([*placeholders.values()][-1]):

@@ -1,4 +1,4 @@
-"""Equivalence of blocks by their operators on the meta device."""
+"""Detection of blocks that run the same operators on the meta device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-_LARGEST = 1 << 20  # elements of a constant tensor that is compared by content
+_LARGEST = 1 << 20  # maximum elements of a constant tensor that is compared by content
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation, or None if unknown; `hints`: symbol -> example size."""
+    """Return a digest of a block's computation, or None if it is unknown; `hints` maps symbols to example sizes."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
 
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
-    """Return whether a block does not compute with its `LAYER_INDEX`."""
+    """Return whether a block's computation is independent of its `LAYER_INDEX` attributes."""
     plain = _noted(call, hints)
     with ExitStack() as indices:
         for attributes in map(vars, call.module.modules()):
@@ -56,7 +56,7 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Check the model around its `opaque` blocks in the same way."""
+    """Run the model around its opaque blocks twice; raise Unsupported if the runs differ."""
     notes = []
     try:
         with meta_as_cpu(), opaque:
@@ -66,7 +66,7 @@ def refuse_state_around(
                 with noted:
                     result = module(batch)
                 notes.append(noted.all(result))
-    except Exception:  # the trace reports it
+    except Exception:  # the trace reports this error
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)
@@ -75,9 +75,9 @@ def refuse_state_around(
 def _refuse_difference(first: list[str] | None, second: list[str] | None, where: str) -> None:
     if first is None or second is None or first == second:
         return
-    differing = next((b for a, b in zip(first, second, strict=False) if a != b), "it runs other operators")
-    what = f"its forward differs between calls ({differing[:120]}), but a graph always does the same"
-    remedy = "compute from its arguments alone: no counters, clocks or random numbers of Python"
+    differing = next((b for a, b in zip(first, second, strict=False) if a != b), "the second call runs other operators")
+    what = f"its forward differs between calls ({differing[:120]}), but a captured graph always computes the same"
+    remedy = "compute only from the arguments: remove counters, clocks and Python's random numbers"
     raise Unsupported(what, where=where, remedy=remedy)
 
 
@@ -105,9 +105,9 @@ class _Notes(TorchDispatchMode):
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.unknown = False  # a tensor without values has an unknown origin
+        self.unknown = False  # set for a tensor of unknown origin that has no values to compare
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # keeps ids from being reused
+        self._kept: list[Tensor] = []  # references prevent the reuse of ids
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
             first_name = self._names.setdefault(id(tensor), name)
@@ -117,7 +117,7 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before an operator may write into them
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # described before the operator can write into them
         result = func(*args, **(kwargs or {}))
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")

@@ -1,4 +1,4 @@
-"""Keyword arguments of the traced block, for its layers."""
+"""Keyword arguments of the block being traced, readable by its layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 
-_KEYWORDS: ContextVar[Mapping[str, Any]] = ContextVar("keywords of the block", default={})  # noqa: B039  not changed
+_KEYWORDS: ContextVar[Mapping[str, Any]] = ContextVar("keywords of the block", default={})  # noqa: B039  never modified
 
 
 @contextmanager
 def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Make a block's keyword arguments known to its layers."""
+    """Make a block's keyword arguments available to its layers."""
     token = _KEYWORDS.set(keywords)
     try:
         yield
@@ -25,10 +25,10 @@ def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor | None]:
-    """Return the block's cu_seqlens and longest length, or raise Unsupported."""
+    """Return the traced block's cu_seqlens and max_length, or raise Unsupported."""
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
         problem = f"{what} was called without cu_seq_lens_q, so packed sequences would see each other"
-        remedy = "use a model that passes its keyword arguments on to its layers"
+        remedy = "use a model that forwards its keyword arguments to its layers"
         raise Unsupported(problem, where=where, remedy=remedy)
     return bounds, longest

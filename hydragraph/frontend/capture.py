@@ -74,21 +74,22 @@ def capture(
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
     Args:
-        model: a Hugging Face model, or any module with a list of repeated blocks, on meta or CPU. A custom module is
-            called with the fields of the packed batch that its forward's parameters name, or with the whole dict if
-            its only parameter is not a field (`batch`). Its blocks take the hidden state, [1, T, H] or [T, H], first
-            and return it; tokens interact only in `hydragraph.varlen_attention`.
+        model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
+            custom module is called with the batch fields that its forward's parameters name. If its only required
+            parameter is not a field name, such as `batch`, the module is called with the whole dict. Each block takes
+            the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
+            interact only in `hydragraph.varlen_attention`.
         dtype: compute dtype.
-        example: a packed batch of any size: input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1] int32
-            and max_length, 0-d int64, which may all be omitted; any additional entry, [1, T, ...], is a custom field
-            for forward or loss, and each sequence then supplies it as a tensor [L, ...].
-        loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
-            positions whose label is not -100. A step divides it by the number of targets. A
-            module may have constant buffers, and no parameters. Default: cross-entropy of the logits.
-        blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest one.
+        example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels
+            [1, T] int64, cu_seqlens [N + 1] int32, and max_length, 0-d int64. Any other entry, [1, T, ...], is a
+            custom field for forward or the loss; every sequence must then have this field as a tensor [L, ...].
+        loss: function of the model's outputs and the packed batch (a dict) that returns the loss summed over targets,
+            i.e. positions whose label is not -100. A step divides the sum by the number of targets. A loss module may
+            have constant buffers but no parameters. Default: cross-entropy of the logits.
+        blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest list.
 
     Raises:
-        Unsupported: names the module, the operator and a remedy.
+        Unsupported: the model cannot be captured. The error names the module, the operator and a remedy.
     """
     check_torch()
     check_model(model, "capture")
@@ -173,8 +174,8 @@ class _Pieces:
     """Model split into templates.
 
     Attributes:
-        feeds: block -> index of the aux output for each of its other inputs.
-        sizes: symbols of the token count and the sequence count, in this order -> example values.
+        feeds: block name -> indices of the `aux` outputs that the block takes besides the hidden state.
+        sizes: example sizes by symbol: first the token count, then the length of cu_seqlens.
     """
 
     model: str
@@ -189,7 +190,7 @@ class _Pieces:
     def around(self) -> dict[str, Template]:
         return {
             f"{self.model} before its first block": self.embed,
-            f"{self.model} beside its blocks": self.aux,
+            f"{self.model} in its blocks' shared inputs": self.aux,
             f"{self.model} after its last block": self.head,
         }
 
@@ -201,7 +202,7 @@ class _Pieces:
         return self.around | {name: self.layers[name] for name in first.values()}
 
     def fed(self, block: str) -> dict[str, fx.Node]:
-        """Return a block's inputs besides the hidden state -> their values in `aux`."""
+        """Return the nodes in `aux` of a block's inputs other than the hidden state, by input name."""
         outputs = results_of(self.aux.graph)
         return {name: outputs[self.feeds[block][i]] for i, name in _others(self.layers[block])}
 
@@ -217,7 +218,7 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """The model around its blocks; `example`: sizes "T" and "N+1"."""
+    """Exported graph of the model around its blocks; `example` has the sizes "T" and "N+1"."""
 
     graph: fx.GraphModule
     signature: ExportGraphSignature
@@ -230,12 +231,12 @@ class _Skeleton:
         return dict(zip(self.signature.user_inputs, self.fields, strict=True))  # type: ignore[arg-type]
 
     def field(self, name: str) -> fx.Node:
-        """Return the placeholder of a field."""
+        """Return the placeholder of a batch field."""
         return next(node for node in placeholders_of(self.graph) if self.inputs.get(node.name) == name)
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Cut a model into the parts around its blocks; `added`: blocks get the fields of `ADDED` last."""
+    """Split a model into the parts around its blocks; if `added`, blocks get the `ADDED` fields as last inputs."""
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     # Every stage computes `aux`, so it may depend only on the batch and on buffers.
@@ -245,13 +246,15 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     for node in nodes:
         hidden, others = node_inputs(node)
         if previous is not None and hidden is not previous:
-            remedy = "move it into the block, or name another nn.ModuleList with blocks='path.to.list'"
-            raise Unsupported("there is computation between two blocks", where=str(node.args[2]), remedy=remedy)
+            remedy = "move this computation into a block, or name another nn.ModuleList with blocks='path.to.list'"
+            raise Unsupported(
+                "the model computes between the previous block and this one", where=str(node.args[2]), remedy=remedy
+            )
         outputs += [o for o in others if o not in outputs]
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
     if previous is None:
-        raise Unsupported("its loss is computed without its blocks", where=model, remedy="return a loss of its outputs")
+        raise Unsupported("the loss does not depend on the blocks", where=model, remedy="use the model's outputs")
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
@@ -269,21 +272,23 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
-        if not renamed:  # a loss may count through the row
+        if not renamed:  # not in the head: a loss may count the tokens of the row
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
         return template_of(part, (parameters, buffers, inputs), where)
 
     embed = piece([node_inputs(nodes[0])[0]], {}, "the model before its first block")
-    aux = piece(outputs, {}, "what blocks need besides the hidden state")
+    aux = piece(outputs, {}, "the blocks' inputs besides the hidden state")
     head = piece(results_of(skeleton.graph)[:1], {previous: "hidden"}, "the model after its last block")
     if INPUTS.keys() & set(aux.inputs):
         remedy = "set that dropout probability to 0, or apply it inside the blocks"
-        raise Unsupported("dropout of a value that blocks share", where=model, remedy=remedy)
+        raise Unsupported("dropout is applied to a value that blocks share", where=model, remedy=remedy)
     placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
         what = "blocks share a value that depends on parameters or on other blocks"
-        remedy = "carry it in the hidden state: torch.cat both on the last dimension, which blocks split and return"
+        remedy = (
+            "torch.cat the value to the hidden state on the last dimension, and let each block split and return both"
+        )
         raise Unsupported(what, where=model, remedy=remedy)
     return _Pieces(model, embed, aux, head, feeds, {tokens: skeleton.example["T"], bounds: skeleton.example["N+1"]})
 
@@ -291,7 +296,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    """Return the template of every block; `keys`: id -> structure without the index."""
+    """Return every block's template by name; `keys` maps a block's id to its structure without the layer index."""
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -385,7 +390,7 @@ def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) 
 
 
 def origin(model: nn.Module) -> str:
-    """Return 12 hex digits that identify a model, except its weights."""
+    """Return 12 hex digits that identify a model regardless of its weights."""
     config: Any = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]

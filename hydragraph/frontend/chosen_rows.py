@@ -1,16 +1,16 @@
-"""Rows that a mask selects, computed for all tokens.
+"""Replacement of row selection by a mask with computation over all tokens.
 
-A model may compute an expert's tokens by a mask:
+A model may select an expert's tokens with a mask:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-A graph cannot have a number of rows that depends on values. `with_all_rows` computes every token:
+A captured graph cannot have a number of rows that depends on values, so `with_all_rows` computes all tokens:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-The result is the same if each row depends on one token, which `token_axes` proves, and other rows have finite
-gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
+The result is the same if each row depends on one token, which `token_axes` proves, and if the unselected rows have
+finite gradients. For example, `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Selection:
     """Mask over tokens, or over tokens and their chosen experts.
 
     Attributes:
-        mask: with the dimension of tokens first.
-        dims, sizes: the original mask's, in this order.
+        mask: the mask, permuted so that the token dimension is the first.
+        dims, sizes: dimensions and sizes of the original mask, in the order of `mask`.
     """
 
     mask: fx.Node
@@ -60,7 +60,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph without selections of rows, or the same."""
+    """Return a graph with its row selections replaced, or the graph itself if none can be replaced."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -69,13 +69,13 @@ def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     try:
         _Rewriting(copied).run()
     except _Unchanged as reason:
-        _LOG.info("%s: its selection of rows stays as it is: %s", where, reason)
+        _LOG.info("%s: row selection by a mask was not replaced: %s", where, reason)
         return graph
     copied.graph.eliminate_dead_code()
     copied.recompile()
     _LOG.warning(
-        "%s: rows that a mask selects are computed for all tokens, so that n experts cost as much as n dense layers; "
-        "transformers' mixtures (Mixtral, Qwen3-MoE) compute the chosen experts alone",
+        "%s: rows that a mask selects are computed for all tokens, so n experts cost as much as n dense layers; "
+        "transformers' mixture-of-experts models (Mixtral, Qwen3-MoE) compute only the chosen experts",
         where,
     )
     return copied
@@ -97,14 +97,14 @@ class _Rewriting:
         self._graph = graph.graph
         self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
         self._selections: dict[fx.Node, _Selection] = {}  # by mask
-        self._lists: dict[fx.Node, _Selection] = {}  # all selected positions of a mask
+        self._lists: dict[fx.Node, _Selection] = {}  # all positions that a mask selects
         self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension
-        self._rows: dict[fx.Node, _Selection] = {}  # values with a row for each place
+        self._rows: dict[fx.Node, _Selection] = {}  # values with one row per selected position
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
             if node.op == "output" and any(self._is_selected(n) for n in node.all_input_nodes):
-                raise _Unchanged("selected rows are the block's result")
+                raise _Unchanged("the block returns the selected rows")
             if node.op == "call_function":
                 self._visit(node)
 
@@ -125,7 +125,7 @@ class _Rewriting:
         elif target in (aten.index.Tensor, aten.index_select.default):
             self._replace(node, *self._taken(node, arguments[0], chosen))
         elif argument_of(node, "alpha") not in (None, 1):
-            raise _Unchanged("index_add with alpha")
+            raise _Unchanged("index_add has an alpha other than 1")
         else:
             values = arguments[2 if target is aten.index_put.default else 3]
             adds = target is aten.index_add.default or bool(argument_of(node, "accumulate"))
@@ -148,11 +148,11 @@ class _Rewriting:
         if equal_mask is not None:
             return self._selections[equal_mask]
         if self._is_selected(mask):
-            raise _Unchanged("a selection of selected rows")
+            raise _Unchanged("rows are selected from selected rows")
         sizes = shape(mask)
         tokens = symbolic_dims(mask)
         if len(tokens) != 1:
-            raise _Unchanged("a mask without one dimension of tokens")
+            raise _Unchanged("the mask does not have exactly one token dimension")
         order = (*tokens, *(d for d in range(len(sizes)) if d not in tokens))
         with self._graph.inserting_before(place):
             chosen = mask if value_of(mask).dtype is torch.bool else self._call(place, aten.ne.Scalar, mask, 0)
@@ -171,22 +171,22 @@ class _Rewriting:
                 return int(operands(node)[2]) % dims
             if dims == 1 and len(shape(node)) == 1 and node.target in _FLATTENED:
                 return 0
-        raise _Unchanged(f"places of a mask are read by {node.target}")
+        raise _Unchanged(f"{node.target} reads positions that a mask selects")
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        """Return a selection, and dimension of the mask -> dimension of the indexed value."""
+        """Return the selection behind `indices`, and the indexed value's dimension for each dimension of the mask."""
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}
         indexed_dims = [(at, index) for at, index in enumerate(indices) if index is not None]
         if any(index not in self._indices for _, index in indexed_dims):
-            raise _Unchanged("places of a mask beside another index")
+            raise _Unchanged("positions that a mask selects are combined with another index")
         selections = {id(self._indices[index][0]): self._indices[index][0] for _, index in indexed_dims}
         dims = {self._indices[index][1]: at for at, index in indexed_dims}
         places = sorted(dims.values())
         adjacent = places == list(range(places[0], places[0] + len(places)))
         if len(selections) > 1 or len(dims) != len(indexed_dims) or not adjacent:
-            raise _Unchanged("places of several masks, or indices of dimensions that are not adjacent")
+            raise _Unchanged("the indices come from several masks, or index dimensions that are not adjacent")
         return next(iter(selections.values())), dims
 
     def _taken(
@@ -210,7 +210,7 @@ class _Rewriting:
                 result = self._call(place, aten.reshape.default, result, [-1, *kept])
             order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
             result = self._permuted(place, result, order)
-            if result is x:  # other readers of `x` do not select
+            if result is x:  # do not mark `x` itself as selected rows
                 result = self._call(place, aten.permute.default, x, list(range(len(order))))
             return result, selection
 
@@ -221,13 +221,13 @@ class _Rewriting:
         self._check_sizes(into, selection, dims)
         several = {d for d, size in zip(selection.dims, selection.sizes, strict=True) if not _equal(size, 1)}
         if several - dims.keys() and not adds:
-            raise _Unchanged("a row is written several times")
+            raise _Unchanged("one row may be written several times")
         position = min(dims.values())
         rest = [d for d in range(len(shape(into))) if d not in dims.values()]
         width = len(shape(values))
         equal = self._selected_by(values) is None and width <= len(rest) and not (position or adds)
         if not equal and (self._rows.get(values) is not selection or width != len(rest) + 1):
-            raise _Unchanged("rows are written at the places of another mask, or are broadcast")
+            raise _Unchanged("rows are written at the positions of another mask, or are broadcast")
         front = [dims[d] for d in selection.dims if d in dims]
         back = [[*front, *rest].index(d) for d in range(len(shape(into)))]
         with self._graph.inserting_before(node):
@@ -254,17 +254,17 @@ class _Rewriting:
     def _check_sizes(self, x: fx.Node, selection: _Selection, dims: dict[int, int]) -> None:
         sizes = dict(zip(selection.dims, selection.sizes, strict=True))
         if self._is_selected(x) or any(not _equal(shape(x)[at], sizes[d]) for d, at in dims.items()):
-            raise _Unchanged("a mask selects from a value whose sizes differ from the mask's")
+            raise _Unchanged("the mask and the value that it indexes differ in size")
 
     def _follow(self, node: fx.Node) -> None:
         places = [n for n in node.all_input_nodes if n in self._indices or n in self._lists]
         if places and node.target is not aten.sym_size.int:
-            raise _Unchanged(f"places of a mask are read by {node.target}")
+            raise _Unchanged(f"{node.target} reads positions that a mask selects")
         selections = {id(s): s for n in node.all_input_nodes if (s := self._selected_by(n)) is not None}
         if not selections:
             return
         if len(selections) > 1:
-            raise _Unchanged("an operator takes rows that several masks select")
+            raise _Unchanged("an operator combines rows that different masks select")
         self._rows[node] = selection = next(iter(selections.values()))
         before = value_of(node)
         node.meta = {**node.meta, "val": self._value(node, before)}
@@ -273,7 +273,7 @@ class _Rewriting:
             if unbacked and str(one) not in symbols_in(one):
                 raise _Unchanged(f"{node.target} joins or splits rows")
             if not _equal(now, math.prod(selection.sizes) if unbacked else one):
-                raise _Unchanged(f"{node.target} has sizes of another kind")
+                raise _Unchanged(f"the output size of {node.target} does not follow the number of rows")
 
     def _selected_by(self, node: fx.Node) -> _Selection | None:
         if node in self._indices:
@@ -290,7 +290,7 @@ class _Rewriting:
             with self._mode:
                 return node.target(*arguments, **options)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError) as error:
-            raise _Unchanged(f"{node.target} has another number of rows ({error})") from error
+            raise _Unchanged(f"{node.target} fails on the rows of all tokens ({error})") from error
 
     def _replace(self, node: fx.Node, result: fx.Node, selection: _Selection | None) -> None:
         node.replace_all_uses_with(result)
@@ -311,7 +311,7 @@ class _Rewriting:
             sizes = [*map(str, value.shape)] if isinstance(value, Tensor) and not self._is_selected(node) else []
             if str(size) in sizes:
                 return self._call(place, aten.sym_size.int, node, sizes.index(str(size)))
-        raise _Unchanged("a size that no value has")
+        raise _Unchanged("no tensor in the graph has a required size")
 
     def _call(self, place: fx.Node, target: Any, *arguments: Any) -> fx.Node:
         node = self._graph.call_function(target, arguments)

@@ -1,6 +1,6 @@
-"""Detection of changes to the Python state of a compiled model, which graphs would not follow.
+"""Detection of changes to a compiled model's Python state, which compiled graphs would ignore.
 
-Not detected are changes without a version counter (`p.data.zero_()`, NumPy), and inside nested objects.
+Changes without a version counter (`p.data.zero_()`, NumPy) and changes inside nested objects are not detected.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from hydragraph.private.hooks_and_overrides import (
 )
 from hydragraph.private.module_internals import tables_of
 
-_REMEDY = "call hg.compile again after a change; what changes with every step can be a field of the batch (example=)"
+_REMEDY = (
+    "call hg.compile again after a change; pass a value that changes with every step as a field of the batch (example=)"
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_LONGEST = 1000  # of longer containers only length and identity are compared
+_LONGEST = 1000  # longer containers are compared only by length and identity
 _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
 # Attributes that do not affect graphs.
@@ -59,13 +61,14 @@ Now = Callable[[], Mapping[str, Any] | None]
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one owner.
+    """Attributes or variables of one owner, as of compilation.
 
     Attributes:
-        now: returns their current values; None: the owner is gone.
-        plain, others: names compared by value, and by `_frozen`.
-        known: all names at compilation; None: added names are ignored.
-        kind: the class whose code would read added names.
+        now: returns the current values, or None if the owner no longer exists.
+        plain: values that are compared directly.
+        others: results of `_frozen` for the other values.
+        known: all names, or None to ignore added names.
+        kind: class of the owner; an added name matters only if the code of this class mentions it.
     """
 
     where: str
@@ -114,7 +117,7 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Module:
-    """A module's parts and hooks; `training` is None if irrelevant."""
+    """A module's tensors, children and hooks at compilation; `training` is None if results do not depend on it."""
 
     where: str
     module: weakref.ref[nn.Module]
@@ -146,7 +149,7 @@ class _Module:
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise _refused(self.where, f"a {kind} ({name}) was registered after hg.compile")
         if self.training is not None and module.training is not self.training:
-            what = f"what {type(module).__name__} computes depends on `training`"
+            what = f"the output of {type(module).__name__} depends on `training`"
             raise _refused(self.where, f"{what}, which was {self.training} at hg.compile and is {module.training} now")
         for part in self.tensors:
             tensor = part.tensor()
@@ -159,7 +162,7 @@ class _Module:
                 raise _refused(part.name, "a gradient hook was registered or removed after hg.compile")
 
     def check_parts(self, is_trained: Callable[[_Tensor, Tensor], bool]) -> None:
-        """Check that parts are the same, with unchanged or trained values."""
+        """Raise Unsupported if a child or tensor was added, removed, replaced or edited, except by training."""
         module = self.module()
         if module is None:
             return
@@ -172,22 +175,22 @@ class _Module:
         for part in self.tensors:
             tensor: Tensor | None = parameters.get(part.local, buffers.get(part.local))
             if tensor is None:
-                raise _refused(part.name, "it was removed after hg.compile")
+                raise _refused(part.name, "the tensor was removed after hg.compile")
             if tensor is part.tensor() and _state(tensor) == part.state:
                 continue
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
-                what = "it was replaced or edited after hg.compile, and training uses its own copy"
+                what = "the tensor was replaced or edited after hg.compile, but training uses its own copy"
                 raise _refused(part.name, what)
             part.tensor, part.state = weakref.ref(tensor), _state(tensor)
 
 
 class CompiledState:
-    """Python state that decides a step's numbers, as of compilation; references are weak.
+    """Python state at compilation that a step's results depend on; references are weak.
 
     Args:
         loss: the user's own loss, or None.
-        buffers: those that steps compute with, by name.
+        buffers: the buffers that steps compute with, by name.
     """
 
     def __init__(self, model: nn.Module, loss: Any, buffers: Mapping[str, Tensor]) -> None:
@@ -208,7 +211,7 @@ class CompiledState:
         self._add_code(readers)
 
     def check(self) -> None:
-        """Raise Unsupported that names the first change."""
+        """Raise Unsupported for the first change since compilation."""
         if list(global_hooks()) != self._hooks:
             raise _refused("every module (torch.nn.modules.module)", "global hooks were changed after hg.compile")
         for module in self._modules:
@@ -218,7 +221,7 @@ class CompiledState:
             names.check()
 
     def changed_weights(self) -> str:
-        """Return which parameter, buffer or module was changed; "": none."""
+        """Describe the first change to a parameter, buffer or module; return "" if there is none."""
         try:
             for module in self._modules:
                 module.check_parts(self._is_trained)
@@ -283,7 +286,7 @@ class CompiledState:
             cells = cells_of(function)
             inner = _contents(cells)
             stateful = {n: v for n, v in inner.items() if _has_state(v)}
-            # A cell would keep a model or a trainer alive.
+            # Cells with these values are not stored: a cell would keep a model or a trainer alive.
             apart = nn.Module | Tensor | types.MethodType
             compared = {n: c for n, c in cells.items() if n not in stateful and not isinstance(inner[n], apart)}
             self._add(f"variables of {name}", functools.partial(_contents, compared), _contents(compared), readers)
@@ -361,4 +364,4 @@ def _refused(where: str, what: str) -> Unsupported:
 
 
 def _changed(where: str, name: str, how: str) -> Unsupported:
-    return _refused(where, f"{name!r} was changed after hg.compile {how}, and compiled graphs do not follow it")
+    return _refused(where, f"{name!r} was changed after hg.compile {how}, but compiled graphs still use the old value")

@@ -1,4 +1,4 @@
-"""Positions counted by `torch.arange(T)`, replaced by `position_ids`."""
+"""Replacement of positions from `torch.arange(T)` by `position_ids`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-# Operators with an operand that selects rows of another one.
+# Operators that use one operand to select rows of another.
 _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.src index_add scatter_add")
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace counters of a row's tokens.
+    """Replace `arange` nodes that number the tokens of a row by position ids.
 
     Args:
         tokens: the symbol of the token count.
-        given: the positions, [1, T] int64; None: an added input.
+        given: node of the positions, [1, T] int64; None adds an input.
     """
     counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]
     for node in counters:

@@ -1,4 +1,4 @@
-"""Calls of modules other than Hugging Face models."""
+"""Calls to models that are not Hugging Face models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
     """Return a function that calls a module with the fields that its forward's parameters name.
 
-    A module whose only required parameter is not a field (`batch`) gets the whole dict.
+    If the only required parameter is not a field name, such as `batch`, the function passes the whole dict.
     """
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _NAMED]
     names = [p.name for p in parameters if p.name in fields]
@@ -24,7 +24,11 @@ def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, di
     if not names and len(missing) == 1:
         return lambda module, batch: module(batch)
     if missing or not names:
-        what = f"its forward wants {missing[0]!r}" if missing else "its forward takes none of the batch's fields"
-        remedy = f"name its parameters after the fields ({', '.join(fields)}), or pass your own with example="
+        what = (
+            f"its forward requires {missing[0]!r}, which is not a batch field"
+            if missing
+            else "its forward takes none of the batch's fields"
+        )
+        remedy = f"name its parameters after the fields ({', '.join(fields)}), or pass custom fields with example="
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     return lambda module, batch: module(**{name: batch[name] for name in names})

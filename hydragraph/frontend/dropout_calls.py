@@ -1,7 +1,7 @@
-"""Dropout in traced graphs, by keys of tokens instead of a generator.
+"""Dropout in traced graphs, with random numbers from token keys instead of a generator.
 
 `number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
-`add_keys` adds the inputs that they read:
+`add_keys` adds the inputs that these calls read:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
     dropout_block   0-d int64, the number of the block
@@ -25,12 +25,12 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-_CALL = 11  # argument with the call's number, in attention with dropout
+_CALL = 11  # index of the argument for the call's number, in attention with dropout
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 
 def number_calls(graph: fx.GraphModule, where: str) -> None:
-    """Replace PyTorch's dropout by ours, numbered in call order."""
+    """Replace PyTorch's dropout by hydragraph's, and number the calls in order."""
     numbers = itertools.count()
 
     def visit(module: fx.GraphModule) -> None:
@@ -49,7 +49,7 @@ def number_calls(graph: fx.GraphModule, where: str) -> None:
 def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str) -> None:
     x, p, train = operands(node)
     if not train or p == 0:
-        return  # `clean` removes it
+        return  # `clean` removes this node
     options = (float(p), next(numbers), _token_dim(x, where), 0, 0, 1)
     with graph.inserting_before(node):
         drawn = graph.call_function(dropout, (x, None, None, None, *options))
@@ -64,14 +64,17 @@ def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str)
 def _token_dim(x: fx.Node, where: str) -> int:
     dims = symbolic_dims(x)
     if len(dims) != 1:
-        what = f"dropout of a value of sizes {list(map(str, shape(x)))}, which has no single dimension of tokens"
+        what = (
+            f"dropout is applied to a value of shape {list(map(str, shape(x)))}, which "
+            "does not have exactly one token dimension"
+        )
         remedy = "set that dropout probability to 0, or apply dropout to values with one row per token"
         raise Unsupported(what, where=where, remedy=remedy)
     return dims[0]
 
 
 def add_keys(graph: fx.GraphModule) -> None:
-    """Append the inputs to a functional graph, if it has dropout."""
+    """Add the dropout inputs to a functional graph that has dropout."""
     calls = [n for n in graph.graph.nodes if n.target in DRAWN]
     if not calls:
         return

@@ -27,36 +27,39 @@ from hydragraph.private.tracing import decided, meta_as_cpu, writes
 
 aten = torch.ops.aten
 
-_TWO_DEVICES = ("device", "meta", "cpu")  # words of PyTorch's message about another device
-# Substring of a PyTorch message -> what the model did to cause it, and a remedy.
+_TWO_DEVICES = ("device", "meta", "cpu")  # words in PyTorch's message about tensors on different devices
+# Substring of a PyTorch message -> cause in the model's code, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
         "forward writes in place into its arguments, or into a parameter",
-        "write into a copy (.clone()), or out of place (x = x + y)",
+        "write into a copy (.clone()), or use an out-of-place operator (x = x + y)",
     ),
     "dynamic but your code specialized it": (
-        "it holds for one number of tokens or sequences only: their count, or a bound on it, becomes a Python "
-        "number, or it uses a tensor kept from another call or block",
-        "keep tensors as tensors: no .tolist(), int() or loops over tokens; pass tensors as arguments",
+        "its graph holds for only one number of tokens or sequences: forward turns this number, or a bound on it, into "
+        "a Python number, or uses a tensor from another call or block",
+        "remove .tolist(), int() and loops over tokens, and pass tensors as arguments",
     ),
     "satisfy the generated guard": (
-        "it behaves differently for few tokens or sequences than for many, as slices along them do",
-        "compute with all tokens of a row: x[:, 1:] crosses into other sequences, and labels are already where they "
-        "are predicted",
+        "its graph depends on whether tokens or sequences are few or many, for example because of a slice along them",
+        "compute with all tokens of a row: x[:, 1:] mixes sequences, and labels are already at the positions that "
+        "predict them",
     ),
     "fake tensor in the exported program": (
-        "it computes with a tensor that the trace does not see: one read through .data, kept from another call or "
+        "it uses a tensor that the trace does not see: the tensor was read through .data, kept from another call or "
         "block, or made within torch.func",
-        "read parameters as they are, or with .detach(); pass tensors as arguments; write out what torch.func does",
+        "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func by operators",
     ),
 }
 _NAMED = 4  # maximum number of attributes in an error
-_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # PyTorch and hydragraph
+_NOT_THE_MODELS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+)  # folders of PyTorch and hydragraph
 _LONGEST = 80  # maximum number of characters of a code line in an error
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
-    """Trace a module with symbolic sizes; any exception becomes Unsupported."""
+    """Trace a module with symbolic sizes; convert every exception to Unsupported."""
     try:
         with watched(where, module), meta_as_cpu(), decided():
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
@@ -70,12 +73,12 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     text = str(error)
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
-        remedy = "register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device"
+        remedy = "register this tensor (register_buffer, nn.ModuleList), or create it in forward with device=x.device"
         return Unsupported(f"it computes with {named}, which is on the CPU only", where=where, remedy=remedy)
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
-        "make the forward free of Python decisions on tensor values and token counts (.item(), if, slices)",
+        "remove Python decisions on tensor values and token counts (.item(), if, slices) from forward",
     )
     return Unsupported(what + _line_of(error), where=where, remedy=remedy)
 
@@ -108,13 +111,13 @@ def _reason(error: Exception) -> str:
 def functional_graph(
     exported: ExportedProgram, where: str, block: bool = False
 ) -> tuple[fx.GraphModule, ExportGraphSignature]:
-    """Return the cleaned graph and its signature.
+    """Return an exported program's graph in functional form, and its signature.
 
     Args:
-        block: whether selections of rows are computed for all tokens (`chosen_rows`).
+        block: whether to replace row selection by computation over all tokens (`chosen_rows`).
 
     Raises:
-        Unsupported: the graph makes forbidden writes, or draws random numbers.
+        Unsupported: the graph writes in place in an unsupported way, or draws random numbers.
     """
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
@@ -143,7 +146,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)
             outside = {n: n.name for n in placeholders_of(body)}
-            _refuse_writes(body, outside, "under torch.no_grad() into a value from outside", where)
+            _refuse_writes(body, outside, "under torch.no_grad() into a value made outside it", where)
             _refuse_unseen_writes(body, where)
     detached = {n: n.name for n in graph.graph.nodes if n.target is aten.detach.default}
     _refuse_writes(graph, detached, "through .detach()", where)
@@ -151,8 +154,8 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
 
 def _refuse_writes(graph: fx.GraphModule, targets: dict[fx.Node, str], how: str, where: str) -> None:
     if _changed(graph, targets):
-        remedy = "write into a copy (x.detach().clone()), or out of place"
-        raise Unsupported(f"it writes in place {how}, whose gradient ignores the write", where=where, remedy=remedy)
+        remedy = "write into a copy (x.detach().clone()), or use an out-of-place operator"
+        raise Unsupported(f"it writes in place {how}, but gradients ignore this write", where=where, remedy=remedy)
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
@@ -165,21 +168,21 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     changed_input = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
     if changed_input:
         what = f"forward writes in place into its argument {changed_input.removeprefix('batch_')!r}"
-        raise Unsupported(what, where=where, remedy="write into a copy (.clone()), or out of place")
+        raise Unsupported(what, where=where, remedy="write into a copy (.clone()), or use an out-of-place operator")
     for node in _nodes(graph):
         if AUTOCAST in str(node.target) and node.args[2]:
-            remedy = "cast by hand (x.to(dtype)), or only pass dtype="
-            raise Unsupported("a torch.autocast region", where=where, remedy=remedy)
+            remedy = "cast explicitly (x.to(dtype)), or remove autocast and pass dtype="
+            raise Unsupported("forward uses torch.autocast", where=where, remedy=remedy)
 
 
 def changes(name: str, where: str) -> Unsupported:
     """Return the error for a forward that changes a tensor of its module."""
-    remedy = "compute it anew in every forward; no buffer is carried from one step to the next"
-    return Unsupported(f"forward changes {name!r}, and what it writes would be lost", where=where, remedy=remedy)
+    remedy = "compute the tensor in every forward: buffers do not carry values from one step to the next"
+    return Unsupported(f"forward changes {name!r}, but the change would be lost", where=where, remedy=remedy)
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    """Return the first target that a graph writes into, even through views."""
+    """Return the name of the first target that a graph writes into, directly or through a view."""
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
@@ -204,13 +207,13 @@ def _refuse_random(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
         attends = "scaled_dot_product" in str(node.target)  # refused later
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
-            what = f"{node.target} draws random numbers, and each rank would draw different ones"
-            remedy = "draw with torch.nn.functional.dropout, or train without: model.eval(), or model.dropout: false"
+            what = f"{node.target} draws random numbers, but each rank would draw different numbers"
+            remedy = "use torch.nn.functional.dropout, or disable randomness with model.eval() or model.dropout: false"
             raise Unsupported(what, where=where, remedy=remedy)
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Write tensors filled in parts as concatenations, which tensor parallelism can split."""
+    """Replace tensors filled slice by slice with concatenations, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:
@@ -238,7 +241,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _write_linears(graph: fx.Graph) -> None:
-    """Write `x @ weight.T` as a linear layer, which tensor parallelism can split."""
+    """Replace `x @ weight.T` with a linear operator, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
         x, turned = operands(node)
         weight = operands(turned)[0] if _turns(turned) else turned
@@ -256,7 +259,7 @@ def _turns(node: fx.Node) -> bool:
 
 
 def _write_elementwise_norms(graph: fx.Graph) -> None:
-    """Write batch norms with fixed statistics as elementwise operators."""
+    """Replace batch norms that use fixed statistics with elementwise operators."""
     norms = graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     for node in [n for n in norms if not n.args[5] and n.args[3]]:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
@@ -275,7 +278,7 @@ def _write_elementwise_norms(graph: fx.Graph) -> None:
 
 
 def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    """Insert an operator with its value, in the module of `place`."""
+    """Return a new operator call with its fake value and the metadata of `place`."""
     node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

@@ -1,4 +1,4 @@
-"""Hugging Face models: attention, packed sequences, rejection of unsupported features."""
+"""Hugging Face models: attention within packed sequences, and rejection of unsupported features."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from hydragraph.passes.graph_node import ALONG_SEQUENCES, ATTENDING, operands
 
 ATTENTION = "hydragraph"
 
-_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})  # cu_seqlens has them
-_ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # classes with labels at the predicted token itself
+_IGNORED = frozenset(
+    {"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"}
+)  # cu_seqlens has the same information
+_ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # suffixes of model classes whose labels are not shifted
 
 
 def attention(
@@ -39,17 +41,19 @@ def attention(
     max_length_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers within packed sequences, [B, H, T, D] -> [B, T, H, D].
+    """Compute attention within packed sequences for transformers, from [B, H, T, D] to [B, T, H, D].
 
     Raises:
-        Unsupported: the mask, or its combination with dropout.
+        Unsupported: packed attention cannot use the mask, a tensor option, or a limit together with dropout.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = sequence_bounds(where)
     causal = mask_patterns.is_causal(module) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
-        raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
+        raise Unsupported(
+            "the model passes an attention mask", where=where, remedy="pack sequences instead of padding them"
+        )
     limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
     for name, option in options.items():
         if isinstance(option, Tensor) and name not in _IGNORED:
@@ -57,16 +61,16 @@ def attention(
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
-    # Pad unequal heads (DeepSeek's values) with zeros.
+    # Pad heads of unequal sizes (DeepSeek's values) with zeros.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    if attention_mask is not None:  # `sliding_window` repeats the mask
+    if attention_mask is not None:  # the mask determines the window; the option `sliding_window` only repeats it
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
         if any(limit is not None for limit in limits.values()):
-            what = f"attention dropout {dropout} together with a window, chunks, capped scores or sinks"
+            what = f"attention dropout {dropout} is combined with a window, chunks, capped scores or sinks"
             raise Unsupported(what, where=where, remedy="set the config's attention dropout to 0")
         longest_of = torch.zeros((), dtype=torch.int64) if max_length_q is None else max_length_q
         bounds = (cu_seq_lens_q, longest_of, bool(causal), scale)
@@ -94,12 +98,14 @@ def _refuse_own_attention(model: nn.Module) -> None:
     attentions = AttentionInterface()
     configs = (getattr(module, "config", None) for module in model.modules())
     for chosen in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-        if not isinstance(chosen, str) or "/" in chosen or chosen not in attentions:  # kernels of the hub are plain
+        if (
+            not isinstance(chosen, str) or "/" in chosen or chosen not in attentions
+        ):  # kernels from the Hub compute standard attention
             continue
         module = getattr(attentions[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):
-            what = f"its attention is {chosen!r}{module and f' of {module}'}: packed attention would replace it"
-            remedy = "train with plain attention: model.set_attn_implementation('sdpa')"
+            what = f"its attention is {chosen!r}{module and f' of {module}'}, which packed attention would replace"
+            remedy = "train with standard attention: model.set_attn_implementation('sdpa')"
             raise Unsupported(what, where=type(model).__name__, remedy=remedy)
 
 
@@ -107,7 +113,7 @@ def _refuse_linear_biases(model: nn.Module) -> None:
     for module in model.modules():
         builds = any("alibi" in name for name in vars(type(module)))
         if builds or any("alibi" in name and value is True for name, value in vars(module).items()):
-            what = "biases of attention scores that grow with the distance (ALiBi), which packed attention does not add"
+            what = "attention scores have distance biases (ALiBi), which packed attention does not support"
             remedy = "choose a model with rotary or learned positions, such as a Falcon whose config has alibi=False"
             raise Unsupported(what, where=type(module).__name__, remedy=remedy)
 
@@ -118,7 +124,7 @@ def _refuse_shared_values(model: nn.Module) -> None:
         for name, read in settings.items():
             value = getattr(getattr(module, "config", None), name, None)
             if type(value) is int and value > 0:
-                what = f"{name}={value}: layers read {read}, but only the hidden state goes from layer to layer"
+                what = f"{name}={value}: layers read {read}, but only the hidden state is passed from layer to layer"
                 remedy = f"choose a model whose config has {name}=0"
                 raise Unsupported(what, where=type(module).__name__, remedy=remedy)
 
@@ -136,7 +142,7 @@ def is_library_class(model: nn.Module) -> bool:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make a meta copy's layers call `attention`, with fixed rotary frequencies."""
+    """Make the layers of a meta copy call `attention`, and fix their rotary frequencies."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -151,7 +157,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 class _OrPyTorchs(str):
-    """Our name, equal to "sdpa" for layers that call PyTorch's attention themselves."""
+    """Name of hydragraph's attention that also equals "sdpa", for layers that call PyTorch's attention themselves."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -187,14 +193,14 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the id without a position, which RoBERTa-like models count from and skip."""
+    """Return the padding id of a RoBERTa-like model, which starts positions after this id and skips it, or None."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
 
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum positions per sequence, and the setting's name, if any."""
+    """Return the maximum number of positions per sequence and the name of its config setting, or None."""
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
     named = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
@@ -204,8 +210,8 @@ def positions(model: nn.Module) -> tuple[int, str] | None:
 def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor) and logits.shape[:2] != batch["input_ids"].shape:
-        what = f"logits of {list(logits.shape)}, pooled over a row in which several sequences are packed"
-        remedy = "use the ForTokenClassification class, with a label at the token whose output classifies a sequence"
+        what = f"the logits of shape {list(logits.shape)} are pooled over a row of several packed sequences"
+        remedy = "use the ForTokenClassification class, and label the token whose output classifies a sequence"
         raise Unsupported(what, where=where, remedy=remedy)
 
 
@@ -215,17 +221,17 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
-    """Raise Unsupported for a layer that mixes tokens otherwise than its model's masks."""
+    """Raise Unsupported for a layer whose token mixing contradicts the model's masks."""
     causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
     where = type(model).__name__
     for name, template in layers.items():
         nodes = template.graph.graph.nodes
         if causal and any(n.target in ATTENDING and not operands(n)[5] for n in nodes):
-            what = "attention in both directions, where the model makes causal masks alone"
+            what = "the layer attends in both directions, but the model makes only causal masks"
             remedy = "choose a model whose masks and attention layers agree on the direction (is_causal)"
             raise Unsupported(what, where=f"{where}, {name}", remedy=remedy)
         if not any(n.target in ALONG_SEQUENCES for n in nodes):
-            what = "a layer without transformers' attention interface: attention of its own, or a recurrence"
+            what = "the layer does not use transformers' attention interface: it has its own attention or a recurrence"
             remedy = "choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer"
             raise Unsupported(what, where=f"{where}, {name}", remedy=remedy)
 
@@ -240,8 +246,8 @@ def refuse_own_positions(model: str, fields: Collection[str]) -> None:
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise Unsupported for features that would be captured incorrectly."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        what = "the auxiliary router loss"
-        remedy = "set output_router_logits=False to train on the token loss alone"
+        what = "the auxiliary router loss is not supported"
+        remedy = "set output_router_logits=False to train only on the token loss"
         raise Unsupported(what, where=f"{type(model).__name__}.config.output_router_logits", remedy=remedy)
     if is_huggingface(model):
         _refuse_own_attention(model)
@@ -249,5 +255,5 @@ def refuse_unsupported(model: nn.Module) -> None:
         _refuse_shared_values(model)
         refuse_other_frequencies(model)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        remedy = "call model.gradient_checkpointing_disable(); the backward graphs already recompute what is cheap"
-        raise Unsupported("the model's own gradient checkpointing", where=type(model).__name__, remedy=remedy)
+        remedy = "call model.gradient_checkpointing_disable(); hydragraph already recomputes cheap operators"
+        raise Unsupported("the model enables its own gradient checkpointing", where=type(model).__name__, remedy=remedy)

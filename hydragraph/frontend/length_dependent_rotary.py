@@ -1,6 +1,6 @@
 """Rotary frequencies that depend on the sequence length: dynamic NTK and longrope.
 
-Capture keeps the frequencies of short sequences; longer sequences are rejected (`positions`).
+Capture uses the frequencies of short sequences; longer sequences are rejected (`huggingface.positions`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONG = "longrope"
 
 
 def hold_frequencies(model: nn.Module) -> None:
-    """Keep a meta copy from changing its frequencies."""
+    """Make a meta copy use fixed rotary frequencies."""
     for module in model.modules():
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
@@ -25,7 +25,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the length up to which longrope keeps its frequencies, and the setting, if any."""
+    """Return the maximum length before longrope changes its frequencies and the name of its config setting, or None."""
     name = "original_max_position_embeddings"
     original_lengths = [
         int(most)
@@ -33,17 +33,21 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
         for layer, kind in _kinds(module).items()
         if kind == _LONG and (most := _parameters(module, layer).get(name)) is not None
     ]
-    return (min(original_lengths), f"{name}: {_LONG} has other frequencies beyond it") if original_lengths else None
+    return (
+        (min(original_lengths), f"{name}: {_LONG} uses other frequencies for longer sequences")
+        if original_lengths
+        else None
+    )
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
-    """Raise Unsupported if a model has a long sequence's frequencies."""
+    """Raise Unsupported if a long sequence has changed a model's rotary frequencies."""
     for name, module in model.named_modules():
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]
             if _changes(kind) and _differ(*pair):
-                what = f"its rotary frequencies ({kind}) are those of a longer sequence that it was run on"
-                raise Unsupported(what, where=name, remedy="run it once on a short sequence, or build the model anew")
+                what = f"its rotary frequencies ({kind}) were changed by a long sequence"
+                raise Unsupported(what, where=name, remedy="run the model once on a short sequence, or build it again")
 
 
 def _differ(now: Any, built: Any) -> bool:

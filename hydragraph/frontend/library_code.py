@@ -1,4 +1,4 @@
-"""Code of a library model's forward that its libraries' versions do not determine, such as patches."""
+"""Detection of code in a library model's forward that does not come from its libraries, such as patches."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class LibraryCode:
     """Code and values that a model's forward may use, found by following names.
 
     Attributes:
-        foreign: texts about objects from outside the libraries.
-        patches: (place, object) of the same.
-        values: (place, value) of plain values.
+        foreign: descriptions of objects defined outside the libraries.
+        patches: (location, object) for each entry of `foreign`.
+        values: (location, repr) of constants.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.foreign: list[str] = []
         self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
-        self._seen: dict[int, Any] = {}  # by id; held against reuse of ids
+        self._seen: dict[int, Any] = {}  # by id; references prevent the reuse of ids
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)

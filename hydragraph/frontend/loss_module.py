@@ -13,13 +13,13 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-_PREFIX = "_hydragraph_loss."  # of a loss's buffers in a program
+_PREFIX = "_hydragraph_loss."  # for names of a loss's buffers in a program
 
 
 def refuse_trained(loss: Loss | None) -> None:
     """Raise Unsupported for a loss module with parameters."""
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
-        what = f"a loss with the parameter {name!r}, but only the model's parameters are trained and saved"
+        what = f"the loss has the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = "register the parameter in the model, and have its forward return it along with the logits"
         raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 
@@ -31,23 +31,23 @@ def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
     buffers = {}
     for name, buffer in loss.named_buffers(remove_duplicate=False):
         if buffer.is_meta:
-            what = f"its buffer {name!r} is on the meta device, and so has no values"
+            what = f"its buffer {name!r} is on the meta device, so it has no values"
             raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy="build the loss on the CPU")
         buffers[_PREFIX + name] = buffer.detach().to("cpu")
     return buffers
 
 
 def check_loss_of(program: Program, loss: Loss | None) -> None:
-    """Raise ValueError unless a loss has the buffers of a program's."""
+    """Raise ValueError if a loss lacks a buffer that a program needs."""
     needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
     missing = sorted(needed - loss_buffers(loss).keys())
     if missing:
-        what = f"its loss has the buffer {missing[0].removeprefix(_PREFIX)!r}"
-        raise ValueError(f"program: {what}; pass the module that it was captured with as loss=")
+        what = f"it needs the loss's buffer {missing[0].removeprefix(_PREFIX)!r}, which loss= does not have"
+        raise ValueError(f"program: {what}; pass the loss module that the program was captured with")
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program; `attribute`: the loss."""
+    """Return a buffer's name in a program; `attribute` is the traced module's attribute for the loss."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 

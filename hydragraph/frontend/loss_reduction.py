@@ -1,7 +1,7 @@
 """Rejection of losses that are not a sum over tokens.
 
 loss = nll.mean()                      a mean over tokens
-loss = cross_entropy(x, y)             the same: reduction="mean" is PyTorch's default
+loss = cross_entropy(x, y)             a mean too: reduction="mean" is PyTorch's default
 loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
 loss = nll.sum() / temperature         a sum
 loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
@@ -30,7 +30,7 @@ _MEANS = aten_operators("mean mean.dim")
 
 
 def refuse_unsummed(template: Template, where: str) -> None:
-    """Raise Unsupported unless a loss is a sum of terms, each from one token or sequence alone."""
+    """Raise Unsupported unless a loss is a sum of terms, each computed from one token or sequence."""
     nodes = list(template.graph.graph.nodes)
     bounds = [n for n in nodes if n.op == "placeholder" and n.name in ("cu_seqlens", "max_length") and n.users]
     across = first_across(nodes, bounds)
@@ -39,7 +39,7 @@ def refuse_unsummed(template: Template, where: str) -> None:
 
 
 def refuse_mean(template: Template, where: str) -> None:
-    """Raise Unsupported for a mean over tokens, or a value divided by a batch-dependent one."""
+    """Raise Unsupported for a mean over tokens, or for a division by a batch-dependent value."""
     nodes = list(template.graph.graph.nodes)
     placeholders = placeholders_of(template.graph)
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])
@@ -75,5 +75,5 @@ def _is_one_number(node: fx.Node) -> bool:
 
 
 def _refuse(what: str, where: str) -> NoReturn:
-    remedy = "return the sum over all targets (reduction='sum'): a step divides it by the targets of the mini-batch"
+    remedy = "return the sum over all targets (reduction='sum'): a step divides it by the number of targets"
     raise Unsupported(f"its loss is not a sum: {what}", where=where, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Attention patterns of Hugging Face models, classified by `mask` from functions of positions."""
+"""Classification of the attention masks of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKED = frozenset({"packed_sequence_mask_function"})  # our attention separate
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 _DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
-_DIRECTIONS = "_hydragraph_directions"  # attribute of our copy of a config
+_DIRECTIONS = "_hydragraph_directions"  # attribute added to the meta copy's config
 _OTHER = "choose a model whose layers attend to all earlier tokens, or to all tokens"
 
 Pattern = Callable[..., Any]
@@ -25,13 +25,13 @@ Pattern = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Marker:
-    """Stand-in for a mask, which a model may only pass on.
+    """Placeholder for a mask; a model may pass it to its layers but not read it.
 
     Attributes:
         kind: description of the mask.
-        both_ways: also attend to later keys.
-        window: attend to keys at a smaller distance.
-        chunk: attend within chunks of this many tokens.
+        both_ways: whether queries also attend to later keys.
+        window: queries attend only to keys at a smaller distance than this.
+        chunk: queries attend only within chunks of this many tokens.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Marker:
 
     def refuse(self, where: str) -> NoReturn:
         """Raise Unsupported for a layer that received this mask."""
-        raise Unsupported(f"{self.kind}, which its mask asks for", where=where, remedy=self.remedy)
+        raise Unsupported(f"packed attention does not support its mask: {self.kind}", where=where, remedy=self.remedy)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -64,11 +64,11 @@ def mask(
     """Classify a mask for transformers' mask interface; return None for plain attention.
 
     Args:
-        mask_function: (batch, head, query, key) -> whether the query sees the key.
-        attention_mask: [B, T], marks the tokens that count.
+        mask_function: (batch, head, query, key) -> whether the query attends to the key.
+        attention_mask: [B, T], true for tokens that are not padding.
     """
     if attention_mask is not None and not constant_of(attention_mask):
-        return Marker("a padding mask", "choose a model that makes no mask of its own")
+        return Marker("a padding mask", "choose a model that does not make its own padding mask")
     parts = list(_parts(mask_function))
     limits = [_limit(part) for part in parts if _name(part) not in _PLAIN]
     other = next((limit for limit in limits if isinstance(limit, str)), None)
@@ -80,23 +80,23 @@ def mask(
     if limits:
         return _local([limit for limit in limits if not isinstance(limit, str)], both_ways)
     if both_ways and getattr(config, "is_causal", True) is False:
-        return Marker("attention in both directions", "leave is_causal out of the config", both_ways=True)
+        return Marker("attention in both directions", "remove is_causal from the config", both_ways=True)
     return None
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Return whether a layer without a marker is causal, or raise Unsupported if unknown."""
+    """Return whether a layer without a `Marker` is causal; raise Unsupported if this is ambiguous."""
     if getattr(module, "is_causal", True):
         return True
     made = directions(module)
     if len(made) > 1:
-        what = "its model makes causal masks and others, and the layer says that it is not causal"
+        what = "the model makes causal and other masks, but the layer is marked as not causal"
         raise Unsupported(what, where=type(module).__name__, remedy=_DIRECTION)
     return "causal" in made
 
 
 def directions(module: nn.Module) -> set[str]:
-    """Return the directions of the masks that a traced model made: "causal", "both"."""
+    """Return the directions of the masks that a model made during tracing: "causal", "both"."""
     return set(getattr(getattr(module, "config", None), _DIRECTIONS, ()))
 
 
@@ -139,10 +139,10 @@ def _name(pattern: Pattern) -> str:
 def _limit(pattern: Pattern) -> tuple[str, int] | str:
     captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
     name = _name(pattern)
-    # transformers' bidirectional window includes the distance that it names.
+    # transformers' bidirectional window includes keys at exactly the given distance.
     if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
         return "window", captured["sliding_window"] + _WINDOWS[name]
     # Chunks start at the first token, as we pass no padding.
     if name == "chunked_overlay" and isinstance(captured.get("chunk_size"), int):
         return "chunk", captured["chunk_size"]
-    return f"a pattern of its own ({name})"
+    return f"a custom pattern ({name})"

@@ -1,4 +1,4 @@
-"""Initialisation of a meta model by its own initialiser, block by block."""
+"""Initialization of a model on the meta device by its own initializer, block by block."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _UNSET = -(2**31)  # an integer that no initialiser sets
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether a model has no weights; raise Unsupported if some are missing, or with adapters."""
+    """Return whether a model is on the meta device; raise Unsupported for adapters, or if only some parameters are."""
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
-        what = f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not"
-        remedy = "build the whole model under torch.device('meta'), or none of it"
+        what = f"{len(without)} parameters are on the meta device, such as {without[0]}, but others are not"
+        remedy = "build the whole model under torch.device('meta'), or the whole model on the CPU"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     if without and is_peft(model):
-        what = "a peft model on the meta device: its base would be initialised anew, and its adapters like base layers"
+        what = "a peft model on the meta device would get a random base model and wrongly initialized adapters"
         remedy = "load the base model on the CPU (from_pretrained) before peft.get_peft_model"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     return bool(without)
 
 
 def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
-    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name; blocks follow the rest.
+    """Yield the initial parameters of a model on the meta device, by canonical name, in fp32 on the CPU.
 
     Args:
-        blocks: as in `capture`.
+        blocks: path of the repeated blocks, as in `capture`; their parameters follow the others.
 
     Raises:
         Unsupported: the initialiser does not set a parameter.
@@ -52,7 +52,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
 
 
 def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's buffers by name, initialised if on meta."""
+    """Return a model's buffers by name; initialize those on the meta device."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_buffers(prefix, recurse=False, remove_duplicate=False))
@@ -74,7 +74,7 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        # Like `apply`: outer modules may override inner ones.
+        # Initialize inner modules first, as `apply` does: outer modules may override them.
         for module in reversed(list(unit.modules())):
             if is_huggingface(model):
                 model._init_weights(module)  # type: ignore[operator]
@@ -87,6 +87,6 @@ def _check_set(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         unset = tensor.isnan() if tensor.is_floating_point() else tensor == _UNSET
         if tensor.dtype == torch.bool or bool(unset.any()):
-            what = "the model's own initialiser does not set it, so on the meta device it has no value"
-            remedy = "build the model on the CPU, or give its module a reset_parameters() that does"
+            what = "the model's initializer does not set this tensor, so it has no value on the meta device"
+            remedy = "build the model on the CPU, or give its module a reset_parameters() that sets it"
             raise Unsupported(what, where=name, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Global mini-batches, validated and packed for a rank."""
+"""Validation of global mini-batches, and packing for a rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class MiniBatch:
     """Validated mini-batch.
 
     Attributes:
-        sequences: with aligned labels.
-        lengths: tokens of each sequence; 0 for one without a target.
+        sequences: the sequences; their labels are aligned with the positions that predict them.
+        lengths: token count of each sequence, or 0 for a sequence without a target.
         tokens: number of targets, at least one.
     """
 
@@ -41,10 +41,10 @@ class MiniBatch:
     def of(
         cls, given: Batches, causal: bool, fields: Mapping[str, workload.Field], limits: Sequence[FieldRange] = ()
     ) -> MiniBatch:
-        """Validate sequences, or padded batches of them (`hydragraph.spec.padded`).
+        """Validate sequences or padded batches (`hydragraph.spec.padded`).
 
         Raises:
-            ValueError: a sequence is malformed or outside the limits, or none has a target.
+            ValueError: a sequence is malformed or outside the limits, or no sequence has a target.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
         if not all(limit.holds(checked) for limit in limits):
@@ -74,8 +74,9 @@ class Planned:
     """Planning times of an assignment, in seconds.
 
     Attributes:
-        exposed_s, hidden_s: planning time that the step waited for, and planning time that it did not wait for.
-        expected_s: predicted compute time of the iteration; 0 without measurements.
+        exposed_s: planning time that the step waited for.
+        hidden_s: planning time that overlapped with other work.
+        expected_s: predicted compute time of the iteration, or 0 without measurements.
     """
 
     exposed_s: float
@@ -85,11 +86,11 @@ class Planned:
 
 @dataclass(frozen=True, eq=False)
 class AssignedBatch:
-    """Mini-batch assigned under a strategy.
+    """Mini-batch whose sequences are assigned to the pipelines of a strategy.
 
     Attributes:
-        batches: packed batches by pipeline and micro-batch; empty except for this rank's pipelines.
-        padding: tokens added, in all pipelines.
+        batches: packed batches by pipeline and micro-batch; other ranks' pipelines have none.
+        padding: number of padding tokens in all pipelines.
     """
 
     strategy: Strategy
@@ -110,7 +111,7 @@ def packed(
     unplaced: int | None = None,
     draws: Draws | None = None,
 ) -> AssignedBatch:
-    """Pack a rank's micro-batches; `several`, `unplaced` and `draws` as in `pack`."""
+    """Pack the micro-batches of a rank; `pack` documents `several`, `unplaced` and `draws`."""
     mine = {place.pipeline for place in strategy.places(rank)}
     blanks = 0
     batches = []
@@ -126,7 +127,7 @@ def packed(
 
 
 def token_multiple(pipeline: Pipeline) -> int:
-    """Return the divisor of token counts for sequence parallelism."""
+    """Return the number that sequence parallelism requires token counts to be a multiple of."""
     return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 
@@ -137,7 +138,7 @@ def digest(text: str, batch: MiniBatch | None) -> int:
         hashed.update(sequence.ids.numpy().data)
         hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            # `view` may reject the stride of one element.
+            # `view` may reject the stride of a one-element tensor.
             flat = value.contiguous().as_strided((value.numel(),), (1,))
             hashed.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(hashed.digest()) >> 2

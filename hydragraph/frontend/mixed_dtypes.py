@@ -30,8 +30,8 @@ def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> N
             named = {value_of(n).dtype: _behind(n, tensors) or n.name for n in reversed(floating_operands)}
             said = " and ".join(f"{kind} ({name})" for kind, name in reversed(named.items()))
             weight = next((name for name in named.values() if name in tensors.values()), "the weight")
-            what = f"{node.target} gets {said}, but takes one dtype ({asked[key]})"
-            remedy = f"cast the operands of {weight} to its dtype: all parameters compute in dtype={dtype}"
+            what = f"{node.target} gets operands of {said}, but requires one dtype ({asked[key]})"
+            remedy = f"cast the operands of {weight} to its dtype; all parameters have dtype={dtype}"
             raise Unsupported(what, where=where, remedy=remedy)
 
 

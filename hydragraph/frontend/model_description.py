@@ -1,4 +1,4 @@
-"""Descriptions of a model's parts, equal in every process."""
+"""Text descriptions of a model's parts that are equal in every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.frontend.state_readers import file_of
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-# Tensors, modules, and methods of text generation.
+# Attributes that are not described: tensors, modules, hooks, and a method for text generation.
 _HELD = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
     | {"base_model_prepare_inputs_for_generation"}
@@ -29,7 +29,7 @@ class Unknown(Exception):  # noqa: N818
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return a module's other attributes, sorted, as texts, or raise Unknown."""
+    """Return a module's remaining attributes as sorted (name, text) pairs, or raise Unknown."""
     attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:
@@ -67,22 +67,22 @@ def _value(value: object) -> str:
         return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
         return repr(value)
-    raise Unknown(f"a {type(value).__name__} cannot be distinguished from another")
+    raise Unknown(f"a {type(value).__name__} has no unique description")
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Describe a function by its name, and by its source outside libraries; raise Unknown for a closure."""
+    """Describe a library's function by name, and any other function also by its source; raise Unknown for a closure."""
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
-        raise Unknown(f"a {type(function).__name__} cannot be distinguished from another")
+        raise Unknown(f"a {type(function).__name__} has no unique description")
     if function.__closure__:
         raise Unknown(f"the function {function.__qualname__} closes over values")
     name = f"{function.__module__}.{function.__qualname__}"
     covered = _is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
     if covered and not hasattr(function, "__wrapped__"):
         return name
-    code = function.__code__  # functools.wraps gives a function another's name
+    code = function.__code__  # functools.wraps copies the name of another function
     return f"{name} {_digest(code.co_filename)}:{code.co_firstlineno}"
 
 
@@ -90,7 +90,7 @@ def source_digest(thing: Any) -> str:
     """Return the SHA-256 of a class's or function's file, or raise Unknown."""
     file = file_of(thing)
     if not file:
-        raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")
+        raise Unknown(f"{thing.__module__}.{thing.__qualname__} has no source file")
     return _digest(file)
 
 

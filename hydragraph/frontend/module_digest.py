@@ -20,31 +20,31 @@ from hydragraph.private.operator_schemas import PACKETS
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
-_BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # they do not describe a module
+_BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
-_LARGEST = 20_000  # values; a larger structure counts as unique
+_LARGEST = 20_000  # maximum number of values; a larger structure is treated as unique
 
 
 def structure(value: object, index: bool = True) -> str:
-    """Return a digest that values, such as modules, share only if built alike.
+    """Return a digest of a value's structure, such as a module's; equal digests mean equal structures.
 
-    A value that cannot be described equals only itself.
+    A value that cannot be described has a unique digest.
 
     Args:
-        index: whether `LAYER_INDEX` counts.
+        index: whether the digest includes `LAYER_INDEX` attributes.
     """
     return hashlib.sha256(_Describer(index).text(value).encode()).hexdigest()
 
 
 def read_by(model: nn.Module, loss: Any) -> str:
-    """Return a digest of a loss, and of globals read by it and the user's forward."""
+    """Return a digest of a loss, and of the globals that the loss and the user's forward read."""
     functions = Readers(model, loss).functions.values()
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
     return structure((loss, [(f.__qualname__, globals_of(f)) for f in ordered]))
 
 
 def outline(module: nn.Module) -> str:
-    """Return a text shared by most blocks with outputs of one form."""
+    """Describe a block's submodules and plain attributes; blocks with equal texts usually have outputs of one form."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
@@ -53,10 +53,10 @@ def outline(module: nn.Module) -> str:
 class _Describer:
     def __init__(self, index: bool) -> None:
         self._left_out = () if index else LAYER_INDEX
-        self._known: dict[int, tuple[int, Any]] = {}  # id -> number, and the object, against reuse of ids
+        self._known: dict[int, tuple[int, Any]] = {}  # id -> (number, object); the reference prevents reuse of the id
 
     def text(self, value: Any) -> str:
-        """Describe a value, or refer to one seen before by its number."""
+        """Describe a value, or return the number of a value that was described before."""
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):

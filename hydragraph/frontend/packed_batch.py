@@ -18,19 +18,19 @@ class Draws:
     """Numbers that determine the dropout masks of sequences.
 
     Attributes:
-        key: of the step (`kernels.philox.key_of`).
-        numbers: number of each sequence in its mini-batch; -1: without dropout.
+        key: key of the step (`kernels.philox.key_of`).
+        numbers: number of each sequence in its mini-batch, or -1 for no dropout.
     """
 
     key: int
     numbers: Sequence[int]
 
     def of(self, chosen: Sequence[int]) -> Draws:
-        """Return those of some of the sequences, by index."""
+        """Return the draws of the sequences with the given indices."""
         return Draws(self.key, [self.numbers[i] for i in chosen])
 
 
-MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
+MINIMUM = 2  # tokens; graphs are traced for sizes of at least 2
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
@@ -51,14 +51,14 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, at least 2, by a sequence without targets.
-        several: also pad a lone sequence.
-        unplaced: token id at position -1, which does not advance positions.
-        draws: for a model with dropout.
+        multiple: a sequence without targets pads the token count to a multiple of this, and to at least 2.
+        several: pad a single sequence too, so that the batch has two.
+        unplaced: token id that gets position -1 and does not advance positions.
+        draws: dropout draws of the sequences, for a model with dropout.
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; custom
-        fields [1, T, ...], in padding `Sequence.padding` or 0; with `draws` also dropout_keys [1, T, 2] int64.
+        fields [1, T, ...], padded with `Sequence.padding` or 0; and, with `draws`, dropout_keys [1, T, 2] int64.
     """
     lengths = [len(s) for s in sequences]
     blanks = padding(lengths, multiple, several)
@@ -80,7 +80,7 @@ def pack(
     if draws is not None:
         numbers = [*draws.numbers, *[-1] * bool(blanks)]
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)
-    if device is not None:  # pinned: the host does not wait for the copy
+    if device is not None:  # from pinned memory, the copy is asynchronous
         pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
         batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
     return batch | {"max_length": torch.tensor(max(lengths))}

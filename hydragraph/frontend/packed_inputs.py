@@ -34,13 +34,13 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
-    """Return FIELDS, and the custom fields [1, T, ...] of an example.
+    """Return the standard fields and an example's custom fields, [1, T, ...].
 
     Args:
-        tensor_names: the model's parameters and buffers.
+        tensor_names: names of the model's parameters and buffers.
 
     Raises:
-        Unsupported: a field of the example does not fit.
+        Unsupported: a field of the example has a wrong name, dtype or shape.
     """
     example = dict(example or {})
     fields = dict(FIELDS)
@@ -48,10 +48,12 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
     for name, tensor in example.items():
         field = FIELDS.get(name) or _own_field(name, tensor, tensor_names)
         if field is None or not _fits(tensor, field) or len(tokens) > 1:
-            what = f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}"
+            what = f"the example's field {name!r} ({tensor.dtype} {list(tensor.shape)}) does not fit a packed batch"
             shapes = {n: ", ".join(map(str, f.shape)) for n, f in FIELDS.items()}
             described = [f"{n} {f.dtype} [{shapes[n]}]".replace("torch.", "") for n, f in FIELDS.items()]
-            remedy = f"pass what a packed batch has ({', '.join(described)}), or [1, T, ...] under an unused name"
+            remedy = (
+                f"pass the standard fields ({', '.join(described)}), or a custom field [1, T, ...] under an unused name"
+            )
             raise Unsupported(what, where=where, remedy=remedy)
         fields[name] = field
     return fields
@@ -78,7 +80,7 @@ def own_fields(program: Program) -> dict[str, Field]:
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    # In padding, targets are ignored by the loss.
+    # Pad a field of targets with the index that the loss ignores.
     limits = field_ranges_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}
@@ -88,7 +90,7 @@ def own_fields(program: Program) -> dict[str, Field]:
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of logits [1, T, V] over tokens with labels [1, T] other than -100, in fp32.
 
-    The logits are `outputs.logits`, `outputs["logits"]`, or the outputs themselves if these are a tensor.
+    The logits are `outputs.logits`, `outputs["logits"]`, or `outputs` if it is a tensor.
 
     Args:
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
@@ -102,8 +104,8 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing:
 def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the log-probability of each position's label, [T] in fp32; 0 where the label is -100.
 
-    For losses that weigh tokens, e.g. by `batch["advantages"][0]`. A ratio exp(0 - 0) does not vanish where the label
-    is -100: mask it with `batch["labels"][0] != -100`.
+    Use it in losses that weight tokens, e.g. by `batch["advantages"][0]`. Where the label is -100, a ratio of
+    probabilities is exp(0 - 0) = 1, not 0: mask the ratio with `batch["labels"][0] != -100`.
 
     Raises:
         Unsupported: the outputs have no logits.
@@ -118,23 +120,23 @@ def _cross_entropy(outputs: Any, labels: Tensor, reduction: str, smoothing: floa
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
     except ValueError as error:
         what = f"the model returns logits {list(logits.shape)} for labels {list(labels.shape)}"
-        remedy = "return them as [1, T, V], those of each token in a row, or pass loss="
+        remedy = "return logits of shape [1, T, V], or pass loss="
         raise Unsupported(what, where="the loss", remedy=remedy) from error
 
 
 def _logits(outputs: Any) -> Tensor:
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     if isinstance(logits, Tensor) and not logits.dim():
-        what = "the model returns one number, as if it computed its loss itself"
-        remedy = "return the logits [1, T, V], or pass loss=, which returns the sum over all targets"
+        what = "the model returns a single number instead of logits"
+        remedy = "return the logits [1, T, V], or pass loss= with a function that returns the sum over all targets"
         raise Unsupported(what, where="the loss", remedy=remedy)
     if not isinstance(logits, Tensor):
         what = f"the model returns a {type(outputs).__name__} without logits"
-        remedy = 'return logits [1, T, V], an object or dict that holds them as "logits", or pass loss='
+        remedy = 'return logits [1, T, V], or an object or dict with the logits as "logits", or pass loss='
         raise Unsupported(what, where="the loss", remedy=remedy)
     return logits
 
 
 def shift(ids: Tensor) -> Tensor:
-    """Return next-token labels for one sequence, [L]: the ids shifted by one, -100 at the end."""
+    """Return next-token labels for one sequence, [L]: the ids shifted by one, with -100 at the end."""
     return torch.cat([ids[1:], ids.new_full((1,), IGNORED)])

@@ -1,4 +1,4 @@
-"""Agreement of blocks on parameter shards, and annotation of templates."""
+"""Sharding rules for parameters that all their blocks agree on, and annotation of templates."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hydragraph.passes.tensor_cut import Cuts
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
-    """Return a template's cuts and parameter placeholders; those in `whole` stay unsharded."""
+    """Return the shardable dimensions in a template and its parameter placeholders; keep those in `whole` unsharded."""
     nodes = {n.name: n for n in placeholders_of(template.graph)}
     parameters = list(nodes.values())[: len(template.parameters)]
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return a template's placeholders for parameters that stay whole in some block."""
-    # FX writes names in lower case, so only their order identifies them.
+    """Return a template's placeholders that stand for an unsharded parameter in some block."""
+    # FX lowercases names, so placeholders are matched by their order.
     placeholders = placeholders_of(template.graph)
     used_as = [block.parameters for block in blocks if block.template == template.name]
     return {n.name for names in used_as for n, name in zip(placeholders, names, strict=False) if name in whole}
 
 
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
-    """Return the rule of every sharded parameter.
+    """Return the sharding rule of every sharded parameter.
 
-    A parameter that blocks would shard differently stays whole, which may force others to.
+    A parameter that blocks would shard differently stays unsharded, and may force other parameters to stay unsharded.
     """
     whole: set[str] = set()
     while True:

@@ -13,8 +13,8 @@ from torch import nn
 
 from hydragraph.errors import Unsupported
 
-_TRIED = ("LORA", "IA3")  # peft methods
-# LoraConfig settings that change results or the place of weights.
+_TRIED = ("LORA", "IA3")  # tested peft methods
+# Untested LoraConfig settings that change results or the location of weights.
 _UNTRIED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
     *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
@@ -34,19 +34,19 @@ def base_model(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Configs of a peft model's adapters, and the active ones."""
+    """Configs of a peft model's adapters, and the names of the active adapters."""
 
     configs: Mapping[str, Any]
     active: str | list[str]
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Return a model's settings, or None without adapters."""
+        """Return a model's adapters, or None if it has none."""
         peft_model: Any = model
         return cls(copy.deepcopy(peft_model.peft_config), peft_model.active_adapter) if is_peft(model) else None
 
     def on(self, base: nn.Module) -> nn.Module:
-        """Add new adapters of these settings to another base model."""
+        """Add new adapters with these configs to another base model."""
         from peft import get_peft_model
 
         (first, config), *others = copy.deepcopy(dict(self.configs)).items()
@@ -63,26 +63,30 @@ def refuse_untried(model: nn.Module) -> None:
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind not in _TRIED:
-            raise Unsupported(f"the peft method {kind}", where=where, remedy="use peft.LoraConfig or peft.IA3Config")
+            raise Unsupported(
+                f"the peft method {kind} is not supported", where=where, remedy="use peft.LoraConfig or peft.IA3Config"
+            )
         for option in _UNTRIED:
             if getattr(config, option, None):
-                raise Unsupported(f"LoRA with {option}", where=where, remedy=f"leave {option} out of its LoraConfig")
+                raise Unsupported(
+                    f"LoRA with {option} is not supported", where=where, remedy=f"remove {option} from its LoraConfig"
+                )
 
 
 def switchable_parameters(model: nn.Module | None) -> list[str]:
-    """Return the names of LoRA's B parameters: if zero, adapters are off.
+    """Return the names of LoRA's B parameters; setting them to zero disables the adapters.
 
     Raises:
-        Unsupported: the model trains other parameters than LoRA's.
+        Unsupported: the model has no adapters, or trains parameters other than LoRA's.
     """
     if model is None or not is_peft(model):
-        remedy = "compile the reference model as a second executable, and score with that"
-        raise Unsupported("a model without adapters", where="adapter_off", remedy=remedy)
+        remedy = "compile the reference model as a second executable, and use it for scoring"
+        raise Unsupported("the model has no adapters", where="adapter_off", remedy=remedy)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     others = [name for name in trained if not _LORA.search(name)]
     if others:
         what = f"training also changes {others[0]}, which is not one of LoRA's matrices A and B"
-        remedy = "compile the base model as a second executable, and score with that"
+        remedy = "compile the base model as a second executable, and use it for scoring"
         raise Unsupported(what, where="adapter_off", remedy=remedy)
     return [name for name, _ in model.named_parameters() if (match := _LORA.search(name)) and match[1] == "B"]
 
@@ -93,7 +97,7 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
 
 
 def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
-    """Return an adapter's state-dict keys -> names in its file."""
+    """Return the names in an adapter's file, by state-dict key."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
 
     state = model.state_dict()

@@ -1,6 +1,6 @@
-"""PyTorch's own attention over a row, replaced by attention within packed sequences.
+"""Replacement of PyTorch's attention over a row with attention within packed sequences.
 
-Calls with a mask or dropout are refused later.
+Later passes reject calls with a mask or dropout.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hydragraph.private.tracing import fake_mode_of, new_symbol, symbol_name
 
 aten = torch.ops.aten
 
-_BOUNDS = 3  # entries of cu_seqlens in the example that is traced
+_BOUNDS = 3  # number of entries of cu_seqlens in the traced example
 
 
 def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:
-    """Replace attention over all tokens of a row; `tokens`: symbol of their number."""
+    """Replace attention over all tokens of a row; `tokens` is the symbol of the token count."""
     calls = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
     for node in calls:
         if argument_of(node, "attn_mask") is None and not argument_of(node, "dropout_p") and _over_row(node, tokens):

@@ -1,4 +1,4 @@
-"""Rebinding of functions, which `copy.deepcopy` does not copy, to the copy's objects."""
+"""Rebinding of functions in a deep-copied module, since `copy.deepcopy` does not copy functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.frontend.state_readers import cells_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Rebind functions in attributes of a deep copy's modules, given its memo."""
+    """Make functions in a deep copy's attributes refer to the copied objects; `memo` is from `copy.deepcopy`."""
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):
@@ -43,7 +43,7 @@ def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> An
 def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> FunctionType:
     if id(function) in rebuilt:
         return rebuilt[id(function)]  # type: ignore[no-any-return]
-    # A function may reference itself.
+    # Ends the recursion for a function that references itself.
     rebuilt[id(function)] = function
     filled = cells_of(function)
     names = function.__code__.co_freevars

@@ -1,4 +1,4 @@
-"""Linear attention and short convolutions of transformers."""
+"""Packed-sequence kernels for the linear attention and short convolutions of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.frontend.block_keywords import sequence_bounds
 
 @contextmanager
 def packed_recurrences(model: nn.Module) -> Iterator[None]:
-    """Replace functions of a model's Python modules by our kernels."""
+    """Temporarily replace recurrent functions in a model's Python modules with hydragraph's kernels."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
     scopes = [vars(sys.modules[name]) for name in names]
@@ -35,10 +35,10 @@ def packed_recurrences(model: nn.Module) -> Iterator[None]:
 def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule for transformers, [1, T, H, D] -> [1, T, H, V]."""
+    """Compute the gated delta rule for transformers, from [1, T, H, D] to [1, T, H, V]."""
     stateful = options.get("initial_state") is not None or options.get("output_final_state", False)
     if stateful or not options.get("use_qk_l2norm_in_kernel", False):
-        what = "a gated delta rule with a state from another call, or with keys of any length"
+        what = "the gated delta rule uses a state from another call, or keys that are not normalized"
         raise Unsupported(what, where="linear attention", remedy="set use_cache=False, or choose another model")
     bounds = sequence_bounds("linear attention", "it")[0] if cu_seqlens is None else cu_seqlens
     flat = [x.flatten(0, 1) for x in (query, key, value, g, beta)]
@@ -49,7 +49,7 @@ def _delta_rule(
 def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> Tensor:
-    """Convolve for transformers, [1, C, T] -> [1, C, T]."""
+    """Compute a causal convolution for transformers, from [1, C, T] to [1, C, T]."""
     from transformers.activations import ACT2FN
 
     cu_seqlens = options.get("cu_seq_lens_q")

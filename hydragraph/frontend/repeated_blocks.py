@@ -1,4 +1,4 @@
-"""Copies of a model without its weights, and search for its repeated blocks."""
+"""Copies of a model on the meta device, and search for its repeated blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.private.module_internals import table_of
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model to the meta device with parameters in `dtype`; buffers keep theirs."""
+    """Copy a model to the meta device with parameters in `dtype`; buffers keep their dtype."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
@@ -29,13 +29,13 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """Return attributes computed from parameters (old weight norm), as a memo for `copy.deepcopy`."""
+    """Return attributes computed from parameters (e.g. by legacy weight norm), as a memo for `copy.deepcopy`."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
-    """Return the path and container of a model's repeated blocks, by default with the most parameters."""
+    """Return the path and container of a model's repeated blocks, by default the container with the most parameters."""
     containers = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
         sizes = {
@@ -60,7 +60,7 @@ def _numbers_its_blocks(module: nn.Module) -> bool:
 
 
 def entries(listed: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
-    """Return the blocks of a container, repeated ones several times."""
+    """Return the blocks of a container in order, including repeated occurrences."""
     return [block for block in table_of(listed).values() if block is not None]
 
 

@@ -1,4 +1,4 @@
-"""Dropout of a model with its program's masks."""
+"""Eager dropout with the masks that a captured program draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 
 @contextmanager
 def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | None = None) -> Iterator[None]:
-    """Draw a program's masks while an equal model computes one sequence.
+    """Make an equal model use a program's dropout masks while it computes one sequence.
 
     Args:
         keys: dropout keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
@@ -52,7 +52,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
 
 
 def _calls(program: Program) -> dict[tuple[int, int], int | None]:
-    """Return (block number, call number) -> dimension of the tokens, or None for attention probabilities."""
+    """Map (block number, call number) to the token dimension, or to None for attention probabilities."""
     calls: dict[tuple[int, int], int | None] = {}
     for block in program.blocks:
         for node in program.templates[block.template].graph.graph.nodes:
@@ -64,7 +64,7 @@ def _calls(program: Program) -> dict[tuple[int, int], int | None]:
 
 
 class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout; `block`: number of the running block, or 0."""
+    """Mode that replaces dropout; `block` is the number of the running block, or 0 outside blocks."""
 
     def __init__(self, calls: Mapping[tuple[int, int], int | None], keys: Tensor) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Masks(TorchFunctionMode):
         place = self._next() if dropout_p > 0 else None
         if place is None or place not in self._calls:
             return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=enable_gqa)
-        # The identity as values returns probabilities.
+        # With an identity matrix as values, attention returns its probabilities.
         keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         length = key.shape[2]
         identity = torch.eye(length, dtype=query.dtype).expand(1, query.shape[1], length, length)

@@ -1,4 +1,4 @@
-"""Capture of the model around its blocks, which are opaque."""
+"""Capture of a model's graph with each block as an opaque operator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hydragraph.private.tracing import TensorSpec, untraced
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
 def block_op(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
-    """Placeholder for one block during capture; it never runs."""
+    """Placeholder for one block during capture, which never runs."""
     raise AssertionError("hydragraph::block is a placeholder")
 
 
@@ -41,22 +41,22 @@ class BlockCall:
     name: str
     module: nn.Module
     spec: TreeSpec
-    leaves: list[Any]  # the flat arguments, None in place of each tensor
+    leaves: list[Any]  # the flattened arguments, with None in place of each tensor
     tensors: list[int]  # positions of the tensors; the first is the hidden state
-    inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
+    inputs: list[Tensor] = field(repr=False)  # fake values of these tensors; the hidden state is [1, T, H]
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
-    form: str  # of the output, as assumed for blocks of its kind
-    feeds: tuple[int, ...] | None = None  # in a node of all blocks: its other inputs
+    form: str  # expected form of the output, from a similar block
+    feeds: tuple[int, ...] | None = None  # if one node has all blocks: indices of this block's other inputs
 
     def called(self) -> str:
-        """Return a digest of the arguments, with tensors as shapes and dtypes."""
+        """Return a digest of the arguments; only the shapes and dtypes of tensors count."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
 
 class FlatBlock(nn.Module):
-    """Block with only tensor arguments that returns only its hidden state."""
+    """Wrapper of a block that takes only tensors and returns only the hidden state."""
 
     def __init__(self, call: BlockCall) -> None:
         super().__init__()
@@ -77,19 +77,19 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "its result has another form than that of a block that differs only by its index"
+            what = "its output has a different form from that of a block that differs only in its index"
             raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same form")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Return the only tensor of a block's output, and a function that replaces it."""
+    """Return the only tensor in a block's output, and a function that replaces this tensor."""
     leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
         form = f"{len(tensors)} tensors" if tensors else "no tensor"
-        what = f"the block returns {form} ({_outline(output)}), but only its hidden state goes from block to block"
-        remedy = "return the hidden state alone: switch off router logits and caches, and torch.cat other tensors to it"
+        what = f"the block returns {form} ({_outline(output)}), but only its hidden state is passed from block to block"
+        remedy = "return only the hidden state: disable router logits and caches, and torch.cat other tensors to it"
         raise Unsupported(what, where=where, remedy=remedy)
     (position,) = tensors
 
@@ -116,7 +116,7 @@ def form_of(output: Any) -> str:
 
 
 class TracedModel(nn.Module):
-    """`loss(call(model, batch))` as a module."""
+    """Module that computes `loss(call(model, batch))`."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class TracedModel(nn.Module):
             loss = self._loss(outputs, batch)
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             why = f"{_outline(outputs)} ({type(error).__name__}: {error})"
-            what = f"the loss cannot compute with what the model returns, {why}"
+            what = f"the loss fails on the model's outputs, {why}"
             remedy = "pass loss=, a function of these outputs and of the packed batch (a dict)"
             raise Unsupported(what, where=type(self.model).__name__, remedy=remedy) from error
         return _summed(loss, type(self.model).__name__)
@@ -144,7 +144,7 @@ def _summed(loss: Any, where: str) -> Tensor:
 
 
 def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return a packed batch without values."""
+    """Return a packed batch on the meta device."""
     shapes = {name: [example[s] if isinstance(s, str) else s for s in field.shape] for name, field in fields.items()}
     return {name: torch.zeros(shape, dtype=fields[name].dtype, device="meta") for name, shape in shapes.items()}
 
@@ -156,19 +156,19 @@ def capture_skeleton(
     example: Mapping[str, int],
     fields: Mapping[str, TensorSpec],
 ) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
-    """Trace a model and its loss with each block opaque.
+    """Trace a model and its loss with each block as an opaque operator.
 
     Args:
-        traced: a meta copy, which may be changed.
-        listed: its blocks, in the order in which the model must call them.
-        alike: key of a block; outputs of equal keys have one form.
-        example: sizes "T" and "N+1", symbolic in the graph.
+        traced: a meta copy, which tracing may change.
+        listed: the model's blocks, in the order in which the model must call them.
+        alike: function that returns a block's key; blocks with equal keys must have outputs of the same form.
+        example: example values of the sizes "T" and "N+1", which are symbolic in the graph.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     where = type(traced.model).__name__
     trace = functools.partial(export, traced, (meta_batch(example, fields),), (dynamic,), where)
-    # One node of all blocks traces fastest, but fails if the model uses values between them.
+    # Tracing all blocks as one node is fastest, but fails if the model uses the values between blocks.
     light = list[BlockCall]()
     with contextlib.suppress(Exception), opaque_blocks(listed, alike, light):
         exported = trace()
@@ -190,7 +190,7 @@ def _in_order(
 ) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
     called = [call.name for call in calls]
     if called != [n for n, _ in _named(listed)]:
-        what = f"blocks run in the order {called[:4]}..., not once each in the order of their list"
+        what = f"the model calls its blocks in the order {called[:4]}..., but must call each block once, in list order"
         remedy = "name the nn.ModuleList that the model iterates over with blocks='path.to.list'"
         raise Unsupported(what, where=where, remedy=remedy)
     return exported, calls
@@ -225,11 +225,11 @@ def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 @dataclass
 class _Forms:
-    """Facts about blocks learned during the trace.
+    """Facts about blocks that tracing has learned.
 
     Attributes:
         of: key of a block -> function from hidden state to output, and the output's form.
-        wide: id of a block's result [T, H] -> the same as [1, T, H].
+        wide: id of a block's result [T, H] -> the same result as [1, T, H].
     """
 
     of: dict[str, tuple[Callable[[Tensor], Any], str]] = field(default_factory=dict)
@@ -238,12 +238,12 @@ class _Forms:
 
 @dataclass
 class _FusedBlocks:
-    """All blocks as one node, created by the last.
+    """State for tracing all blocks as one node, which the last block creates.
 
     Attributes:
         given: the hidden state passed to the first block, [1, T, H].
         passed: output of the previous block.
-        others: the blocks' other inputs.
+        others: the inputs of all blocks besides the hidden state.
     """
 
     first: str
@@ -253,12 +253,12 @@ class _FusedBlocks:
     others: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
-        """Record a block's inputs; return the indices of its others."""
+        """Record a block's inputs; return the indices of its other inputs in `others`."""
         if name == self.first:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
         elif hidden is not self.passed:
-            raise ValueError(f"there is computation before {name}")
+            raise ValueError(f"the model computes something before {name}")
         places = {id(other): i for i, other in enumerate(self.others)}
         for other in others:
             if id(other) not in places:
@@ -267,7 +267,7 @@ class _FusedBlocks:
         return tuple(places[id(other)] for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
-        """Return a block's output: the node's for the last block, otherwise a placeholder."""
+        """Return a block's output: the node's output for the last block, otherwise a placeholder."""
         if name == self.last:
             result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
@@ -303,7 +303,7 @@ def _opaque(
         wide: Any
         if fused is not None:
             wide = fused.given
-        else:  # `forms.wide` avoids reshapes between blocks
+        else:  # `forms.wide` avoids a reshape between blocks
             wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
         calls.append(BlockCall(name, block, spec, constants, tensors, [wide, *others], flat, instance, form, feeds))
         if fused is not None:
@@ -332,12 +332,12 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
         kinds = ("", "") if hidden is None or hidden.dtype == result.dtype else (f" {hidden.dtype}", f" {result.dtype}")
         sizes = [] if hidden is None else list(hidden.shape)
         what = f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}"
-        remedy = "blocks must keep shape and dtype of the hidden state, the first floating-point argument"
+        remedy = "keep the shape and dtype of the hidden state, which is the first floating-point argument"
         raise Unsupported(what, where=where, remedy=remedy)
     sizes = list(hidden.shape)
     row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
     if not row or not isinstance(sizes[-1], int):
-        what = f"a hidden state of {sizes}"
+        what = f"the hidden state has the shape {sizes}"
         raise Unsupported(what, where=where, remedy="pass the hidden state as [1, T, H] or [T, H]")
 
 

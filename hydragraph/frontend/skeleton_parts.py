@@ -1,4 +1,4 @@
-"""Parts of the skeleton as templates."""
+"""Extraction of parts of a model's graph as templates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.private.tracing import ancestors_of
 
 
 def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return the part of a graph for `outputs`; nodes in `renamed` become placeholders."""
+    """Return the part of a graph that computes `outputs`; nodes in `renamed` become placeholders."""
     needed = ancestors_of(outputs, lambda node: node not in renamed)
     part = fx.Graph()
     copied = {}
@@ -32,15 +32,15 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
     """Make a Template from a graph.
 
     Args:
-        names: of parameters, buffers and inputs, in this order: placeholder -> name.
+        names: maps from placeholder to name, for parameters, buffers and inputs in this order.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     tensors = {placeholder: name for kind in names for placeholder, name in kind.items()}
     constant = next((n for n in placeholders if n.name not in tensors), None)
     if constant is not None:
-        remedy = "register it as a buffer in the module's __init__"
-        raise Unsupported(f"the forward makes a constant tensor ({constant.name})", where=where, remedy=remedy)
-    # Callers rely on this order.
+        remedy = "register this tensor as a buffer in the module's __init__"
+        raise Unsupported(f"forward creates a constant tensor ({constant.name})", where=where, remedy=remedy)
+    # Callers rely on the order of parameters, buffers and inputs.
     groups = [[n for n in placeholders if n.users and n.name in kind] for kind in names]
     in_template = [tuple(tensors[n.name] for n in group) for group in groups]
     ordered = fx.Graph()
@@ -59,6 +59,6 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
 
 
 def identifier(name: str) -> str:
-    """Return a tensor's placeholder name; names may be numbers."""
+    """Return a tensor's name as an identifier for its placeholder; the name may be a number."""
     name = name.replace(".", "_")
     return name if name.isidentifier() else f"_{name}"

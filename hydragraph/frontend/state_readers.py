@@ -1,4 +1,4 @@
-"""Names that a model's code and loss can read."""
+"""Analysis of the names that a model's code and its loss can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-# Code that mentions these may read any attribute.
+# Code that mentions one of these names may read any attribute.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -23,13 +23,13 @@ _RATES = ("drop", "jitter", "noise")
 
 
 def library_of(kind: type) -> str | None:
-    """Return the library of a class; None: it is the user's."""
+    """Return the library that defines a class, or None for a user's class."""
     package = kind.__module__.partition(".")[0]
     return package if package in _LIBRARIES else None
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first base class from one, except nn.Module."""
+    """Return the library of the first class in the MRO that comes from a library, except nn.Module."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -38,7 +38,7 @@ def is_installed(kind: type) -> bool:
 
 
 def file_of(thing: Any) -> str | None:
-    """Return the file of a class or a function."""
+    """Return the source file of a class or function."""
     return getattr(sys.modules.get(thing.__module__), "__file__", None)
 
 
@@ -46,8 +46,8 @@ class Readers:
     """The user's functions that compute a model and its loss.
 
     Attributes:
-        functions: forward, the loss, and the user's functions named there, by id.
-        names: every name and text that they mention.
+        functions: forward, the loss, and the user's functions that these name, by id.
+        names: every name and string constant in these functions.
         classes: the user's classes of modules and of the loss.
     """
 
@@ -71,7 +71,7 @@ class Readers:
         return self._dynamic or name in self.names
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
-        """Return whether the user's code may depend on a training flag, except for rates of 0."""
+        """Return whether the user's code may depend on `training`; dropout with a rate of 0 does not count."""
         if "training" not in self.names:
             return False
         if any(rate for module in modules for rate in rates_of(module).values()):
@@ -112,7 +112,7 @@ def globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """Return the filled cells of a closure, by the variable's name."""
+    """Return the filled cells of a closure, by variable name."""
     cells = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -141,7 +141,7 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names in code, and texts for `getattr`."""
+    """Yield the names and string constants in code; `getattr` may read the strings."""
     for code_object in _codes(code):
         yield from code_object.co_names
         yield from (constant for constant in code_object.co_consts if isinstance(constant, str))

@@ -21,7 +21,9 @@ from hydragraph.private.tracing import symbol_name
 
 
 def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
-    """Trace a block with the inputs "hidden", and "other.{i}" for other tensor arguments and `ADDED` fields.
+    """Trace a block to a template with the inputs "hidden" and "other.{i}".
+
+    The inputs "other.{i}" are the block's other tensor arguments, followed by the `ADDED` fields.
 
     Args:
         hints: example values of symbolic sizes, by symbol.
@@ -58,8 +60,8 @@ def _example(
             sizes.append(int(size))
             continue
         if symbol not in hints:
-            remedy = "pass blocks tensors whose sizes are constants, the token count or the sequence count"
-            raise Unsupported(f"a block input has the derived size {symbol}", where=where, remedy=remedy)
+            remedy = "pass only tensors whose sizes are constants, the token count or the sequence count"
+            raise Unsupported(f"an input has the size {symbol}, computed from other sizes", where=where, remedy=remedy)
         dims[d] = symbols.setdefault(symbol, torch.export.Dim(f"D{len(symbols)}", min=2, max=1 << 24))
         sizes.append(hints[symbol])
     grad = tensor.is_floating_point()

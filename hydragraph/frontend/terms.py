@@ -1,12 +1,14 @@
-"""Proof that a loss's graph is a sum of separate terms. Values are of four kinds:
+"""Proof that a loss's graph is a sum of independent terms.
+
+The proof sorts values into four kinds:
 
     constant    the same for every batch
     bounds      computed only from cu_seqlens and positions in the row: which sequence a token belongs to
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or take rows by bounds or a mask. A total may only be added and
-scaled. The numeric check covers rows that an index selects.
+Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. A total may only be added or
+scaled. Rows that an index selects are left to the numeric check.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from hydragraph.private.tracing import is_counted, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that take or sum rows by an index, a mask or counts.
+# Operators that select or sum rows by an index, a mask or counts.
 _TAKES = aten_operators(
     "index.Tensor index_select masked_select index_add scatter_add repeat_interleave.self_Tensor index_put"
 )
@@ -35,10 +37,10 @@ _FINDS = aten_operators("""
     bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
-_WHOLE_ROW = "weighs tokens by their position in the packed row, which depends on what is packed together"
+_WHOLE_ROW = "weights tokens by their position in the packed row, which depends on the other packed sequences"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
-_BEHIND = "takes a sum over tokens, which only sums and factors may follow"
+_BEHIND = "uses a sum over tokens, which may only be added or scaled"
 
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
 _ADDED = aten_operators("add.Tensor sub.Tensor stack cat")
@@ -49,7 +51,7 @@ _SUM = 2  # PyTorch's code of reduction="sum"
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
-    """Return the first operator that breaks the sum of separate terms and what it does, or None.
+    """Describe the first operator that keeps a loss from being a sum of independent terms, or return None.
 
     Args:
         bounds: the used placeholders among cu_seqlens and max_length.
@@ -61,7 +63,11 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
-            return f"{stray.target} is returned, which is not a sum over tokens" if stray is not None else None
+            return (
+                f"the result of {stray.target} is returned, which is not a sum over tokens"
+                if stray is not None
+                else None
+            )
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes
@@ -93,7 +99,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 
 
 def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | None:
-    """Return what is wrong with an operator on terms; record a total."""
+    """Return the problem with an operator on terms, or None; add a total to `totals`."""
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
         return None
@@ -134,7 +140,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
         return True
     if node.target is aten.sub.Tensor:
         return all(n in running for n in arguments[:2])
-    if node.target is aten.cat.default:  # starts with zeros
+    if node.target is aten.cat.default:  # prefix sums may start with zeros
         return all(n in running or n.target in MADE for n in node.all_input_nodes)
     if node.target is aten.index.Tensor:
         return _takes_by_bounds(node, symbolic_dims(arguments[0])[0], told) and len(arguments[1]) == 1

@@ -1,7 +1,7 @@
 """Allow-list of operators that keep packed tokens separate.
 
-A value *has tokens* if it holds data for each token along one dimension of size T. Other values may be combined
-freely, unless they or their sizes depend on the packing, as of `arange(T)`.
+A value *has tokens* if it contains data for each token along one dimension of size T. Operators may combine other
+values freely, unless these values or their sizes depend on the packing, as for `arange(T)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators along dimensions `dim`, by default all.
+# Operators that work along the dimensions `dim`, by default along all.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -40,13 +40,13 @@ MADE = aten_operators("""
     zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty zeros ones full
     empty.memory_format scalar_tensor sym_size.int
 """)
-_LIKE = aten_operators("expand_as view_as reshape_as type_as")  # of the second operand, only sizes or dtype are read
-# Operators that move dimensions; no other dimension has size T.
+_LIKE = aten_operators("expand_as view_as reshape_as type_as")  # read only the sizes or dtype of the second operand
+# Operators that move dimensions; only one dimension has size T.
 _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
     numpy_T
 """)
-# They keep rows of the first dimension separate; by number of dimensions.
+# Minimum number of dimensions -> operators that keep rows of the first dimension separate.
 _ROWS: Mapping[int, frozenset[Any]] = {
     2: aten_operators("group_norm mv"),
     3: aten_operators("instance_norm avg_pool1d adaptive_avg_pool1d conv1d conv1d.padding"),
@@ -64,19 +64,19 @@ _POINTWISE_LOSSES = aten_operators("""
     soft_margin_loss margin_ranking_loss
 """)
 _MIXES = "mixes the tokens of packed sequences"
-COUNTS = "counts through a packed row; use position_ids"
-_PACKED = "computes with cu_seqlens or max_length, which depend on what is packed together"
-_ROUTED = "uses the order that tokens are permuted to for more than permuting them there and back"
+COUNTS = "counts the tokens of a packed row; use position_ids"
+_PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
+_ROUTED = "uses a permutation of tokens for more than permuting tokens and restoring their order"
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
 def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str] | None:
-    """Return the first operator that may mix tokens and what it does, or None.
+    """Return the first operator that may mix tokens and a description of the problem, or None.
 
     Args:
         tokens: symbol of the token count.
-        given: number of inputs, the last placeholders.
+        given: number of inputs, which are the last placeholders.
     """
     rows: dict[fx.Node, Rows] = {}
     bounds = _bounds(graph, tokens, given)
@@ -115,7 +115,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
-    """Return values that depend on the packing, but not on tokens."""
+    """Return the nodes whose values depend on the packing but not on single tokens."""
     placeholders = placeholders_of(graph)
     bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
     for node in graph.graph.nodes:
@@ -137,14 +137,14 @@ def _problem(
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    if not with_tokens:  # a value of size T then counts
+    if not with_tokens:  # then a value of size T may count tokens
         sized = bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return COUNTS if sized and not uniform else None
     orders = {rows[n].order for n in with_tokens}
     if node.target in ALONG_SEQUENCES:
         return None if orders == {1} else _ROUTED
-    if node.target is dropout:  # its keys are in batch order
+    if node.target is dropout:  # dropout keys are in batch order
         x, *_, token_dim = operands(node)[:7]
         return None if orders == {1} and x in rows and rows[x].dim == token_dim else _MIXES
     if len(orders) > 1 or len(dims) != 1:
@@ -204,7 +204,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target is aten.index.Tensor:
         indices = [(d, i) for d, i in enumerate(arguments[1]) if i is not None]
         return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
-    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # all of it, as x[-T:]
+    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # a slice of all elements, such as x[-T:]
         return bool(argument_of(node, "step") == 1)
     if target is aten.select_scatter.default:  # the second operand has no dimension `at`
         at = arguments[2] % ndim
@@ -261,7 +261,7 @@ def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
     if not arrow:
         return False
     terms = left.split(",")
-    # Dimensions of an ellipsis get letters.
+    # Give each dimension of an ellipsis a letter.
     widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
     more = [chr(0x100 + i) for i in range(max(widths))]
     terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
@@ -281,7 +281,7 @@ def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def symbolic_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions of symbolic size of a node's value, or of the first of several."""
+    """Return the dimensions of symbolic size in a node's value, or in its first value."""
     tensor = first_tensor(node)
     sizes: list[Any] = list(tensor.shape) if isinstance(tensor, Tensor) else []
     return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
@@ -293,6 +293,6 @@ def token_dims(node: fx.Node, tokens: str) -> list[int]:
 
 
 def first_tensor(node: fx.Node) -> Any:
-    """Return a node's value, or the first of several."""
+    """Return a node's value, or the first value if there are several."""
     value = value_of(node)
     return value[0] if isinstance(value, tuple | list) and value else value

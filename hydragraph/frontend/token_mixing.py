@@ -20,31 +20,31 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")  # of attention written by hand
+_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")  # operators in hand-written attention
 
 
 def _remedy(operator: str) -> str:
-    alone = "from each token alone, such as a mean over features"
+    alone = "from one token only, such as a mean over features"
     if not any(part in operator for part in (*_ATTENTION, *_PRODUCTS)):
-        return f"compute it {alone}"
+        return f"compute every result {alone}"
     return (
-        "call hydragraph.varlen_attention(q, k, v, cu_seqlens) for attention, as it keeps packed sequences apart; "
-        f"compute anything else {alone}"
+        "call hydragraph.varlen_attention(q, k, v, cu_seqlens) for attention: it keeps packed sequences separate; "
+        f"compute every other result {alone}"
     )
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for other attention, whole-batch options, token pairs and shifts.
+    """Raise Unsupported for unpacked attention, options that act on a whole batch, and pairs or shifts of tokens.
 
     Args:
-        tokens: symbol of the token count; None: pairs and shifts pass.
+        tokens: symbol of the token count, or None to allow pairs and shifts.
     """
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target in ALONG_SEQUENCES:
             continue
         name = str(node.target)
         if any(part in name for part in _ATTENTION) and "hydragraph" not in name:
-            what = f"attention by {name}, in which packed sequences would see each other"
+            what = f"packed sequences would attend to each other in {name}"
             raise Unsupported(what, where=where, remedy=_remedy(name))
         for option, (what, remedy) in _OPTIONS.get(node.target, {}).items():
             if argument_of(node, option):
@@ -61,38 +61,38 @@ def refuse_unproven(template: Template, tokens: str, where: str) -> None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=_remedy(mixer[0]))
 
 
-# operator -> argument over a whole batch -> effect, and remedy
+# operator -> argument that acts on a whole batch -> problem and remedy
 _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
     aten.embedding.default: {
         "scale_grad_by_freq": (
-            "scale_grad_by_freq=True, which counts the tokens of a whole batch",
-            "embed without scale_grad_by_freq",
+            "scale_grad_by_freq=True counts the tokens of a whole batch",
+            "remove scale_grad_by_freq=True from the embedding",
         ),
-        "sparse": ("sparse=True, whose gradient is not a dense tensor", "embed without sparse"),
+        "sparse": ("sparse=True makes the gradient a sparse tensor", "remove sparse=True from the embedding"),
     },
     aten.batch_norm.default: {
-        "training": ("batch norm takes its statistics over the tokens of a batch", "use a norm over features")
+        "training": ("batch norm computes statistics over the tokens of a batch", "use a norm over features")
     },
 }
 
 
 def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
-    """Raise Unsupported for attention with other bounds than the batch's; `given`: input -> field."""
+    """Raise Unsupported if attention uses other bounds than the batch's; `given` maps inputs to batch fields."""
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
-            what = "its attention takes sequence bounds that are not the packed batch's"
+            what = "its attention uses sequence bounds other than the packed batch's"
             raise Unsupported(what, where=where, remedy="pass cu_seqlens to hydragraph.varlen_attention unchanged")
 
 
 def field_of(node: fx.Node) -> str | None:
-    """Return the placeholder that a value is, casts or copies, or None."""
+    """Return the name of the placeholder that a value equals, up to casts and copies, or None."""
     while node.target in SAME:
         (node, *_) = operands(node)
     return node.name if node.op == "placeholder" else None
 
 
 def _pairs_or_shifts(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value has pairs of tokens, or more or fewer tokens."""
+    """Return whether a value has pairs of tokens, or more or fewer tokens than the batch."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

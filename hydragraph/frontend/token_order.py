@@ -1,15 +1,15 @@
-"""Order of tokens in the rows of a value: routing to experts permutes tokens and puts them back.
+"""Tracking of token order through expert routing, which permutes tokens and restores their order.
 
-Orders, for 3 tokens a b c with 2 experts each:
+Examples of orders, for 3 tokens a b c with 2 experts each:
 
-    a b c           1          a row for each token
+    a b c           1          one row per token
     a a b b c c     2          two rows for each token, as in a flattened [T, 2]
     a b c a b c     Copies(2)  all tokens twice, as in a flattened [2, T]
     b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`Points`) may only index rows: as data they would reveal other tokens. Numbers of rows per sorted value (`histc`) may
-only give the ends of experts' rows.
+(`Points`) may only serve as indices: as data, they would reveal other tokens. Counts of rows per sort key (`histc`)
+may only serve to compute where each expert's rows end.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Copies:
-    """Order of rows in which all tokens follow one another `number` times."""
+    """Order of rows that repeats the list of all tokens `number` times."""
 
     number: int
 
 
-# Rows per token, in token order; or the node that sorted them.
+# Number of rows per token in token order, repeated copies of all tokens, or the node that sorted the rows.
 Order = int | Copies | fx.Node
 
 
 class Rows(NamedTuple):
-    """Dimension of a value that holds tokens, and their order."""
+    """Token dimension of a value, and the order of tokens along it."""
 
     dim: int
     order: Order
 
 
 class Points(NamedTuple):
-    """Index [rows] in the order `along`, of rows in the order `to`."""
+    """Index tensor whose entries are in the order `along` and point to rows in the order `to`."""
 
     along: Order
     to: Order
@@ -60,14 +60,14 @@ class Points(NamedTuple):
 SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone alias detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")
 ARANGES = aten_operators("arange arange.start arange.start_step")
-# Operators whose second result holds indices.
+# Operators whose second result contains indices.
 _CHOICES = aten_operators("topk max.dim sort sort.stable")
 _CHOSEN = aten_operators("argmax argsort argsort.stable")
 _QUOTIENTS = aten_operators("floor_divide div.Tensor_mode")
 
 
 class Routing:
-    """Tracker of routing, which extends `rows` of `mixing`."""
+    """Tracker of routing operators, which adds their results to the `rows` of `mixing`."""
 
     def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
         self._rows = rows
@@ -77,7 +77,7 @@ class Routing:
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
         self._counts: dict[fx.Node, fx.Node] = {}  # number of rows with each key -> the sort
         self._ends: dict[fx.Node, fx.Node] = {}  # index after the last row with each key -> the sort
-        # Sort keys do not reveal other tokens.
+        # `_sorted` is not included: sort keys do not reveal other tokens.
         self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
 
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], bool]], ...] = (
@@ -96,7 +96,7 @@ class Routing:
         )
 
     def follow(self, node: fx.Node) -> bool:
-        """Record the result of a routing node; return False for others."""
+        """Record the result of a routing node; return False for other nodes."""
         handler = next((handler for targets, handler in self._handlers if node.target in targets), None)
         if handler is not None:
             return handler(node)
@@ -155,7 +155,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle division of positions by a divisor of rows per token."""
+        """Handle the division of row positions by a divisor of the number of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -165,7 +165,7 @@ class Routing:
         return True
 
     def _inverse(self, node: fx.Node) -> bool:
-        """Handle inversion of an order by writing row numbers at positions."""
+        """Handle the inversion of a permutation by writing row numbers at its positions."""
         index: Any
         if node.target is aten.index_put.default:
             _, indices, values = operands(node)[:3]
@@ -262,7 +262,7 @@ def _ascends(sort: fx.Node) -> bool:
 
 
 def _is_choice(value: Any) -> bool:
-    """Return whether a value holds indices, which are never negative."""
+    """Return whether a value contains indices, which are never negative."""
     while isinstance(value, fx.Node) and value.target in SAME | VIEWS:
         value = operands(value)[0]
     if not isinstance(value, fx.Node):
@@ -274,10 +274,10 @@ def _is_choice(value: Any) -> bool:
 
 
 def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -> Rows | None:
-    """Return the rows of a reshaped value, or None if its tokens are split up.
+    """Return the rows of a reshaped value, or None if the reshape splits tokens.
 
     Args:
-        dim: the result's dimension of tokens.
+        dim: token dimension of the result.
     """
     first = operands(node)[0]
     rows_before = rows[first]

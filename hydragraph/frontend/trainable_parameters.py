@@ -1,4 +1,4 @@
-"""Parameters that are trainable and contribute to the loss."""
+"""Search for the parameters that are trainable and contribute to the loss."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from hydragraph.private.tracing import ancestors_of
 _LOG = logging.getLogger(__name__)
 _NAMED = 10
 
-# Dtypes for fp32 master weights.
+# Parameter dtypes that can have fp32 master weights.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Operators whose results autograd treats as constants.
 _CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for parameters without floating-point dtype, shape or elements."""
+    """Raise Unsupported for lazy tensors, and for parameters that are empty or not floating-point."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            remedy = "call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)"
-            raise Unsupported("a tensor that has no shape before the first input", where=name, remedy=remedy)
+            remedy = (
+                "call the model once before compiling it, or build its layers with sizes (nn.Linear for nn.LazyLinear)"
+            )
+            raise Unsupported("the tensor has no shape before the first input", where=name, remedy=remedy)
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter and parameter.numel() == 0:
-            raise Unsupported("a parameter without elements", where=name, remedy="remove it from the model")
+            raise Unsupported(
+                "the parameter has no elements", where=name, remedy="remove this parameter from the model"
+            )
         if parameter.dtype not in _FLOATS:
-            what = f"a parameter of {parameter.dtype}, where master weights are fp32"
-            remedy = "make it a buffer (register_buffer) if it is a constant, or dequantise the model"
+            what = f"the parameter is {parameter.dtype}, which fp32 master weights do not support"
+            remedy = "register it as a buffer (register_buffer) if it is a constant, or dequantize the model"
             raise Unsupported(what, where=name, remedy=remedy)
 
 
@@ -55,7 +59,7 @@ def reached(graph: fx.GraphModule) -> set[fx.Node]:
 def learning(
     blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
 ) -> set[str]:
-    """Return the parameters that get a gradient; warn about trainable others."""
+    """Return the trainable parameters that get a gradient; warn about parameters that the loss does not use."""
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()
     for block in reversed(blocks):
@@ -68,7 +72,7 @@ def learning(
             break  # no earlier block contributes to the loss
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))
-    _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in names))
+    _warn("the loss does not use", (n for n, p in parameters.items() if p.trainable and n in used and n not in names))
     return {name for name in names if parameters[name].trainable}
 
 
@@ -76,4 +80,4 @@ def _warn(why: str, names: Iterable[str]) -> None:
     listed = list(names)
     if listed:
         more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-        _LOG.warning("parameters that %s stay as they are: %s%s", why, ", ".join(listed[:_NAMED]), more)
+        _LOG.warning("training does not change the parameters that %s: %s%s", why, ", ".join(listed[:_NAMED]), more)

@@ -31,7 +31,7 @@ from hydragraph.private.module_internals import BATCH_NORMS
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise Unsupported for hooks, wrappers, modules and tensors outside graphs."""
+    """Raise Unsupported for hooks, wrappers, modules and tensors that graphs cannot represent."""
     for kind, hook in global_hooks():
         raise _hook(kind, hook, "every module (torch.nn.modules.module)")
     for name, module in model.named_modules():
@@ -44,8 +44,8 @@ def refuse_unseen(model: nn.Module) -> None:
             raise _hook(kind, hook, name)
         own = own_functions_of(tensor)
         if own is not None:
-            what = f"a tensor of the class {own}, which overrides operators"
-            remedy = "make it an nn.Parameter or a plain buffer, and write what the class does into forward"
+            what = f"the tensor's class {own} overrides operators"
+            remedy = "use an nn.Parameter or a plain buffer, and move the computation of the class into forward"
             raise Unsupported(what, where=name, remedy=remedy)
     _refuse_common_memory(model)
 
@@ -55,47 +55,49 @@ def _refuse_common_memory(model: nn.Module) -> None:
     learnt = dict(parameters)
     for name, parameter in parameters:
         if shares_elements_with_itself(parameter):
-            raise _in_common(name, "itself: it was expanded, so its elements are one")
+            raise _in_common(name, "itself: it was expanded, so its elements have the same memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # It suffices to compare with the tensor that ends last.
+    # In the order of addresses, it suffices to compare with the tensor that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
-            raise _in_common(name, f"{furthest!r}: a step of the one would change the other")
+            raise _in_common(name, f"{furthest!r}: an update of one tensor would change the other")
         if after > end:
             end, furthest = after, name
 
 
 def _in_common(name: str, whose: str) -> Unsupported:
-    remedy = "tie parameters by assigning the same nn.Parameter, or give it memory of its own (.clone())"
+    remedy = "tie parameters by assigning the same nn.Parameter, or give this tensor its own memory (.clone())"
     return Unsupported(f"it shares memory with {whose}", where=name, remedy=remedy)
 
 
 def _refuse_module(module: nn.Module, where: str) -> None:
     if is_wrapper(module):
-        remedy = "pass the module inside it (`_orig_mod` of a compiled one, `module` of a parallel one)"
-        raise Unsupported(f"{type(module).__name__}, a wrapper of another module", where=where, remedy=remedy)
+        remedy = "pass the wrapped module (`_orig_mod` of a compiled module, `module` of a parallel module)"
+        raise Unsupported(f"{type(module).__name__} wraps another module", where=where, remedy=remedy)
     if "_hf_hook" in vars(module):
-        what = f"accelerate's {type(module._hf_hook).__name__} around its forward"
+        what = f"accelerate's {type(module._hf_hook).__name__} wraps its forward"
         remedy = "call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         raise Unsupported(what, where=where, remedy=remedy)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         for option in ("scale_grad_by_freq", "max_norm", "sparse"):
             if getattr(module, option):
-                dense = "whose gradient is not a dense tensor"
+                dense = "which makes the gradient a sparse tensor"
                 why = dense if option == "sparse" else "which depends on all tokens of a batch"
                 remedy = f"build the embedding without {option}"
                 raise Unsupported(f"{option}={getattr(module, option)}, {why}", where=where, remedy=remedy)
     if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
-        what = f"{type(module).__name__} takes its statistics over the tokens of a batch, and changes buffers"
+        what = f"{type(module).__name__} computes statistics over the tokens of a batch and changes buffers"
         remedy = "use a norm over features (nn.LayerNorm, nn.RMSNorm), or freeze its statistics with .eval()"
         raise Unsupported(what, where=where, remedy=remedy)
 
 
 def _hook(kind: str, hook: Any, where: str) -> Unsupported:
     name = getattr(hook, "__qualname__", type(hook).__name__)
-    remedy = "remove it with the handle that registering returned, or write what it does into forward"
-    return Unsupported(f"a {kind} ({name}), which a captured graph does not run", where=where, remedy=remedy)
+    remedy = "remove the hook with the handle that its registration returned, or move its computation into forward"
+    return Unsupported(
+        f"a {kind} ({name}) is registered, but a captured graph does not run it", where=where, remedy=remedy
+    )
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:
@@ -108,7 +110,7 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
-    """Reject custom backwards, hooks, Python's random numbers and state changes of a forward."""
+    """Raise Unsupported if a forward has custom backwards or hooks, draws Python random numbers or changes state."""
     random_before = _random_state()
     numbers = _numbers(module)
     state = _kept_state(module)
@@ -116,20 +118,20 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
         yield
     for name, number in _numbers(module).items():
         owner = module.get_submodule(name.rpartition(".")[0])
-        users = library_of(type(owner)) is None  # library modules may add any state
+        users = library_of(type(owner)) is None  # library modules may add attributes
         if numbers.get(name, None if users else number) != number:
             change = f"from {numbers.get(name, 'nothing')} to {number}"
-            what = f"forward changes {name!r} {change}, but a graph computes with one of them"
-            remedy = "compute from its arguments alone: keep no state in attributes"
+            what = f"forward changes {name!r} {change}, but a captured graph uses one fixed value"
+            remedy = "compute only from the arguments: keep no state in attributes"
             raise Unsupported(what, where=where, remedy=remedy)
     changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
     if changed:
-        what = f"forward or loss changes {changed[0]!r}, but a graph always does the same"
-        remedy = "compute from its arguments alone: keep no counters, iterators or generators"
+        what = f"forward or loss changes {changed[0]!r}, but a captured graph always computes the same"
+        remedy = "compute only from the arguments: keep no counters, iterators or generators"
         raise Unsupported(what, where=where, remedy=remedy)
     if _random_state() != random_before:
-        what = "forward draws random numbers of Python or NumPy, which a graph would hold as constants"
-        raise Unsupported(what, where=where, remedy="make it free of randomness")
+        what = "forward draws random numbers from Python or NumPy, which a graph would contain as constants"
+        raise Unsupported(what, where=where, remedy="remove these random numbers")
 
 
 def _numbers(module: nn.Module) -> dict[str, float]:

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-_LARGEST = 1 << 28  # bytes of JSON in one file
+_LARGEST = 1 << 28  # maximum bytes of JSON in one file
 Built = TypeVar("Built")
 
 _LOG = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """Return the folder for one kind of files, which may not exist."""
+    """Return the folder for one kind of file; the folder may not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / kind
 
 
 def packed_path(kind: str, key: str) -> Path:
-    """Return the path of the file for a key."""
+    """Return the path of the compressed file for a key."""
     return folder(kind) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
 
 
@@ -47,18 +47,18 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
         os.replace(file.name, path)
     except OSError as error:
-        _LOG.info("%s is not kept: %s", path, error)
+        _LOG.info("cannot write %s to the cache: %s", path, error)
 
 
 def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
-    """Build an object from a file of `write_packed`, or return None."""
+    """Build an object from a file that `write_packed` wrote, or return None."""
     packed = read(path)
     if packed is None:
         return None
     try:
         return build(zlib.decompressobj().decompress(packed, _LARGEST))
     except (ValueError, zlib.error) as error:
-        _LOG.info("%s is not used: %s", path, error)
+        _LOG.info("ignored the cached file %s: %s", path, error)
         return None
 
 
@@ -67,20 +67,20 @@ def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
     try:
         content = json.dumps(data(), allow_nan=False)
     except ValueError as error:
-        _LOG.info("%s is not kept: %s", path, error)
+        _LOG.info("cannot write %s to the cache: %s", path, error)
         return
     write(path, zlib.compress(content.encode(), 3))
     evict(path.parent.name, most)
 
 
 def evict(kind: str, most: int) -> None:
-    """Delete the files used longest ago if there are more than `most`."""
+    """Delete the least recently used files of a kind if there are more than `most`."""
     files = list(folder(kind).rglob("*"))
     if len(files) <= most:
         return
     used: list[tuple[float, Path]] = []
     for path in files:
-        with contextlib.suppress(OSError):  # another process has deleted it
+        with contextlib.suppress(OSError):  # another process may have deleted the file
             if path.is_file():
                 used.append((path.stat().st_mtime, path))
     for _, path in sorted(used)[: len(used) - most * 3 // 4]:

@@ -111,12 +111,12 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "settings in an object": (lambda m: setattr(m[1].options, "gain", 2.0), "1.options: 'gain'"),
     "a setting of PyTorch's module": (lambda m: setattr(m[0].norm, "eps", 1e-3), "0.norm: 'eps'"),
     "frozen": (lambda m: m[0].requires_grad_(False), "0.linear.weight: requires_grad was True .* False"),
-    "values": (lambda m: edited(m[1].linear.weight), "1.linear.weight: it was replaced or edited"),
-    "data": (lambda m: freed(m[0].norm.bias), "0.norm.bias: it was replaced or edited"),
-    "a buffer": (lambda m: edited(m[0].shift), "0.shift: it was replaced or edited"),
+    "values": (lambda m: edited(m[1].linear.weight), "1.linear.weight: the tensor was replaced or edited"),
+    "data": (lambda m: freed(m[0].norm.bias), "0.norm.bias: the tensor was replaced or edited"),
+    "a buffer": (lambda m: edited(m[0].shift), "0.shift: the tensor was replaced or edited"),
     "another parameter": (lambda m: setattr(m[0].linear, "bias", nn.Parameter(torch.zeros(4))), "0.linear.bias"),
     "a parameter more": (lambda m: m[0].register_parameter("w", nn.Parameter(torch.zeros(1))), "was added or removed"),
-    "no bias": (lambda m: setattr(m[0].linear, "bias", None), "0.linear.bias: it was removed"),
+    "no bias": (lambda m: setattr(m[0].linear, "bias", None), "0.linear.bias: the tensor was removed"),
     "another module": (lambda m: setattr(m[0], "norm", nn.LayerNorm(4)), "its module 'norm' was replaced"),
     "a hook": (lambda m: m[1].register_forward_hook(print), r"1: a forward hook \(print\) was registered"),
     "a backward hook": (lambda m: m[0].norm.register_full_backward_hook(print), "0.norm: a backward hook"),
@@ -203,7 +203,9 @@ def test_training_flags_count_where_something_depends_on_them(kind: Callable[[],
     if not depends:
         state.check()
         return
-    with pytest.raises(Unsupported, match=r"0: what .* depends on `training`, which was False .* and is True now"):
+    with pytest.raises(
+        Unsupported, match=r"0: the output of .* depends on `training`, which was False .* and is True now"
+    ):
         state.check()
     subject.eval()
     state.check()
@@ -354,11 +356,11 @@ def test_an_executable_refuses_changes_and_goes_on_when_they_are_undone(
     subject.config.rms_norm_eps = 1e-6
     exe.step(batch)
     edited(subject.lm_head.weight)
-    with pytest.raises(Unsupported, match=r"lm_head.weight: it was replaced or edited"):
+    with pytest.raises(Unsupported, match=r"lm_head.weight: the tensor was replaced or edited"):
         exe.step(batch)
     with caplog.at_level(logging.WARNING):
         exe.save(tmp_path / "after")
-    assert "save: lm_head.weight: it was replaced or edited" in caplog.text
+    assert "save: lm_head.weight: the tensor was replaced or edited" in caplog.text
     exe.close()
 
 

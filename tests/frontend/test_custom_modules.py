@@ -54,9 +54,9 @@ def test_a_forward_gets_the_fields_that_it_names(forward: Callable[..., Any], ex
     [
         (
             lambda input_ids, pixels: None,
-            r"Model: its forward wants 'pixels'; name its parameters after .*input_ids, .*",
+            r"Model: its forward requires 'pixels', which is not a batch field; name its parameters after .*input_ids",
         ),
-        (lambda x, y: None, "its forward wants 'x'"),
+        (lambda x, y: None, "its forward requires 'x'"),
         (lambda: None, "takes none of the batch's fields"),
         (lambda **anything: None, "takes none of the batch's fields"),
     ],
@@ -205,8 +205,8 @@ def test_convolutions_within_a_token_are_captured_for_any_number_of_tokens() -> 
 @pytest.mark.parametrize(
     ("mix", "message"),
     [
-        (lambda b, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), r"layer.0: attention by aten.scaled_dot"),
-        (lambda b, x: b.attention(x, x, x)[0], r"layer.0: a"),
+        (lambda b, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), r"would attend .*scaled_dot"),
+        (lambda b, x: b.attention(x, x, x)[0], r"layer.0: packed"),
         (by_hand, r"aten.matmul.default mixes the tokens"),
         (lambda b, x: b.convolution(x.transpose(1, 2)).transpose(1, 2), r"aten.conv1d\S* mixes the tokens"),
         (lambda b, x: x.cumsum(1), r"aten.cumsum.default mixes"),
@@ -221,7 +221,9 @@ def test_convolutions_within_a_token_are_captured_for_any_number_of_tokens() -> 
 def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], message: str) -> None:
     attends = any(part in message for part in ("dot", "layer.0: a$", "matmul", "softmax"))
     remedy = (
-        "call hydragraph.varlen_attention" if attends else "(call hydragraph.*else|compute it) from each token alone"
+        "call hydragraph.varlen_attention"
+        if attends
+        else "(call hydragraph.*other result|compute every result) from one token only"
     )
     with pytest.raises(Unsupported, match=f"{message}.*; {remedy}"):
         capture(stacked(Mixing(mix)))
@@ -254,7 +256,7 @@ def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], mess
     ],
 )  # fmt: skip
 def test_whatever_is_not_known_to_keep_tokens_apart_is_refused(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    with pytest.raises(Unsupported, match=r"layer.0: .*; .*from each token alone, such as a mean over features"):
+    with pytest.raises(Unsupported, match=r"layer.0: .*; .*from one token only, such as a mean over features"):
         capture(stacked(Mixing(mix)))
 
 
@@ -289,7 +291,7 @@ class Attending(nn.Embedding):
 
 def test_attention_before_the_blocks_is_refused_too() -> None:
     model = Stacked(Mixing(lambda b, x: x), Attending(101, 32))
-    with pytest.raises(Unsupported, match="Stacked before its first block: attention by"):
+    with pytest.raises(Unsupported, match="Stacked before its first block: packed sequences would attend"):
         capture(model)
 
 
@@ -304,7 +306,9 @@ class Deciding(Layer):
 def test_what_cannot_be_traced_is_refused_with_its_cause() -> None:
     model = Own(layers=1)
     model.stack = nn.ModuleList([Deciding(32, 4, 2, True)])
-    with pytest.raises(Unsupported, match=r"Own: torch.export cannot trace it .*; make the forward free of") as caught:
+    with pytest.raises(
+        Unsupported, match=r"Own: torch.export cannot trace it .*; remove Python decisions on"
+    ) as caught:
         capture(model)
     assert caught.value.__cause__ is not None
 
@@ -322,13 +326,15 @@ class Returning(Own):
 
 
 def test_a_model_with_a_loss_of_its_own_or_another_form_is_told_of_loss() -> None:
-    with pytest.raises(Unsupported, match=r"returns one number, as if it computed its loss itself; .* pass loss="):
+    with pytest.raises(Unsupported, match=r"returns a single number instead of logits; .* pass loss="):
         capture(Returning(lambda logits: logits.sum()))
     with pytest.raises(
-        Unsupported, match=r"returns logits \[1, 101, \w+\] for labels \[1, \w+\]; return them as \[1, T, V\]"
+        Unsupported, match=r"returns logits \[1, 101, \w+\] for labels \[1, \w+\]; return logits of shape \[1, T, V\]"
     ):
         capture(Returning(lambda logits: logits.transpose(1, 2)))
-    with pytest.raises(Unsupported, match=r"what the model returns, \{'out': a tensor\} \(KeyError: 0\); pass loss="):
+    with pytest.raises(
+        Unsupported, match=r"the loss fails on the model's outputs, \{'out': a tensor\} \(KeyError: 0\); pass loss="
+    ):
         capture(Returning(lambda logits: {"out": logits}), loss=lambda outputs, batch: outputs[0].sum())
 
 
@@ -363,7 +369,7 @@ class Receiving(Layer):
 
 
 def test_a_value_for_all_blocks_is_carried_in_the_hidden_state_as_its_refusal_says() -> None:
-    with pytest.raises(Unsupported, match=r"blocks share a value .*; carry it in the hidden state: torch.cat both"):
+    with pytest.raises(Unsupported, match=r"blocks share a value .*; torch.cat the value to the hidden state"):
         capture(Sharing(carried=False))
     shared, carried = randomised(Sharing(carried=False)), Sharing(carried=True)
     carried.load_state_dict(shared.state_dict())

@@ -77,10 +77,13 @@ def test_a_model_in_evaluation_has_only_what_it_asks_for() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("weight", r"layer.0: dropout of a value of sizes \['16', '16'\], .*; set that dropout probability to 0"),
+        (
+            "weight",
+            r"layer.0: dropout is applied to a value of shape \['16', '16'\], .*; set that dropout probability to 0",
+        ),
         (
             "channels",
-            "draws random numbers, and each rank would draw different ones; draw with torch.nn.functional.dropout",
+            "draws random numbers, but each rank would draw different numbers; use torch.nn.functional.dropout",
         ),
     ],
 )

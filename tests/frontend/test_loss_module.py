@@ -74,7 +74,7 @@ def test_class_weights_train_as_on_one_device_and_a_change_is_noticed() -> None:
 
 
 def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
-    with pytest.raises(ValueError, match=r"program: its loss has the buffer 'weights'; pass the module.*as loss="):
+    with pytest.raises(ValueError, match=r"program: it needs the loss's buffer 'weights', .*; pass the loss module"):
         ready().executable("<tp1,pp1>")
 
 
@@ -84,7 +84,9 @@ def test_the_numeric_check_computes_with_the_buffers_of_the_loss() -> None:
 
 
 def test_parameters_and_buffers_without_values_are_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match=r"loss Scaled: a loss with the parameter 't'.*register the parameter in the"):
+    with pytest.raises(
+        Unsupported, match=r"loss Scaled: the loss has the parameter 't'.*register the parameter in the"
+    ):
         hg.capture(Own(layers=1), loss=Scaled())
     with pytest.raises(Unsupported, match=r"loss Weighted: its buffer 'weights' is on the meta device.*on the CPU"):
         hg.compile(Own(layers=1), "<tp1,pp1>", loss=Weighted().to("meta"))

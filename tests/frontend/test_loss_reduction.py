@@ -119,7 +119,7 @@ def test_tokens_that_meet_in_a_loss_are_refused_by_its_graph(name: str) -> None:
 
 
 def test_a_loss_without_the_model_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"Own: its loss is computed without its blocks"):
+    with pytest.raises(Unsupported, match=r"Own: the loss does not depend on the blocks"):
         capture(Own(layers=1), loss=lambda x, b: torch.ones(3, device=x.device).sum())
 
 

@@ -81,7 +81,7 @@ def test_a_causal_mask_makes_a_layer_causal_that_does_not_say_so(patterns: list[
     assert is_causal(nn.Module())
     mask(mask_function=CAUSAL, config=layer.config)
     mask(mask_function=BOTH, config=layer.config)
-    with pytest.raises(Unsupported, match="its model makes causal masks and others"):
+    with pytest.raises(Unsupported, match="the model makes causal and other masks"):
         is_causal(layer)
 
 
@@ -91,7 +91,9 @@ def test_attention_against_the_direction_of_all_masks_is_refused() -> None:
     layers = {block.name: program.templates[block.template] for block in program.blocks[1:-1]}
     refuse_own_mixing(model, layers)
     mask(mask_function=CAUSAL, config=model.config)
-    with pytest.raises(Unsupported, match=r"layer.0: attention in both directions, where the model makes causal masks"):
+    with pytest.raises(
+        Unsupported, match=r"layer.0: the layer attends in both directions, but the model makes only causal"
+    ):
         refuse_own_mixing(model, layers)
 
 
@@ -111,15 +113,15 @@ def test_plain_patterns_need_no_mask(pattern: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("pattern", "kind"),
     [
-        (masking_utils.or_masks(CAUSAL, BOTH), r"a pattern of its own \(or_masks\)"),
-        (masking_utils.and_masks(CAUSAL, lambda *_: True), r"a pattern of its own \(<lambda>\)"),
-        (masking_utils.and_masks(CAUSAL, max), r"a pattern of its own \(max\)"),
+        (masking_utils.or_masks(CAUSAL, BOTH), r"a custom pattern \(or_masks\)"),
+        (masking_utils.and_masks(CAUSAL, lambda *_: True), r"a custom pattern \(<lambda>\)"),
+        (masking_utils.and_masks(CAUSAL, max), r"a custom pattern \(max\)"),
     ],
 )
 def test_other_patterns_are_named(pattern: Callable[..., Any], kind: str) -> None:
     marker = mask(mask_function=pattern)
     assert marker is not None
-    with pytest.raises(Unsupported, match=f"^here: {kind}, which its mask asks for; "):
+    with pytest.raises(Unsupported, match=f"^here: packed attention does not support its mask: {kind}; "):
         marker.refuse("here")
 
 
@@ -196,7 +198,7 @@ def test_masks_that_hide_nothing_are_none() -> None:
     found: list[Marker | None] = []
     torch.export.export(Masked(), (torch.zeros(1, 5),), strict=False)
     assert [None if one is None else one.kind for one in found] == [
-        *(None, None, "a padding mask", "a pattern of its own (or_masks)")
+        *(None, None, "a padding mask", "a custom pattern (or_masks)")
     ]
 
 

@@ -80,7 +80,7 @@ class Unset(nn.Module):
 def test_what_no_initialiser_sets_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = Unset()
-    with pytest.raises(Unsupported, match=r"scale: .*initialiser does not set it"):
+    with pytest.raises(Unsupported, match=r"scale: .*initializer does not set this tensor"):
         list(initial_parameters(model, seed=0))
 
 

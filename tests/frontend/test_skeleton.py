@@ -94,11 +94,17 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
         ),
         (
             Model(Layer("shorter")),
-            "layer.0: the block turns a hidden state of .* into .*4.*; blocks must keep shape and dtype",
+            "layer.0: the block turns a hidden state of .* into .*4.*; keep the shape and dtype",
         ),
-        (Model(Layer(), Layer(), order=(1, 0)), r"Model: blocks run in the order \['layer.1', 'layer.0'\]"),
-        (Model(Layer(), Layer(), order=(0, 0, 1)), "not once each in the order of their list; name the nn.ModuleList"),
-        (Model(Layer(), Layer(), order=(0,)), "not once each in the order of their list"),
+        (
+            Model(Layer(), Layer(), order=(1, 0)),
+            r"Model: the model calls its blocks in the order \['layer.1', 'layer.0'\]",
+        ),
+        (
+            Model(Layer(), Layer(), order=(0, 0, 1)),
+            "but must call each block once, in list order; name the nn.ModuleList",
+        ),
+        (Model(Layer(), Layer(), order=(0,)), "but must call each block once, in list order"),
     ],
 )
 def test_other_forms_of_blocks_are_refused(model: Model, message: str) -> None:
@@ -126,7 +132,7 @@ def test_the_hidden_state_is_found_and_replaced(wrap: Any) -> None:
 )
 def test_other_outputs_are_refused_with_what_they_are(output: Any, said: str) -> None:
     with pytest.raises(
-        Unsupported, match=f"^layer.0: the block .*{re.escape(said)}, but only its hidden state.*; return the hid"
+        Unsupported, match=f"^layer.0: the block .*{re.escape(said)}, but only its hidden state.*; return only the hid"
     ):
         hidden_output(output, "layer.0")
 
@@ -163,7 +169,7 @@ class Across(Model):
 
 def test_tokens_that_lie_along_the_first_dimension_are_refused() -> None:
     with pytest.raises(
-        Unsupported, match=r"layer.0: a hidden state of \[\w+, 1, 8\]; pass the hidden state as \[1, T, H"
+        Unsupported, match=r"layer.0: the hidden state has the shape \[\w+, 1, 8\]; pass the hidden state as \[1, T, H"
     ):
         skeleton(Across(Layer(), Layer()))
 

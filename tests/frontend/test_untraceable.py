@@ -101,7 +101,7 @@ def nothing(*_: Any) -> None:
 def test_hooks_are_refused_by_name(hang: Callable[[Any], Any], message: str) -> None:
     model = own()
     handle = hang(model)
-    with pytest.raises(Unsupported, match=f"^{message}.*; remove it"):
+    with pytest.raises(Unsupported, match=f"^{message}.*; remove the hook"):
         capture(model, blocks="stack")
     handle.remove()
     capture(model, blocks="stack")
@@ -199,7 +199,7 @@ def inferred(block: Any, x: Tensor) -> Tensor:
         (on_several, r"layer.0: a gradient hook on a tensor"),
         (of_saved, r"layer.0: hooks on what autograd saves"),
         (inferred, r"layer.0: a torch.inference_mode\(\) region"),
-        (lambda b, x: F.batch_norm(x, None, None, training=True), r"layer.0: batch norm takes its statistics over"),
+        (lambda b, x: F.batch_norm(x, None, None, training=True), r"layer.0: batch norm computes statistics over"),
         (lambda b, x: Reversed.apply(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
         (lambda b, x: REVERSED(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
         (lambda b, x: Disguised.apply(x), r"layer.0: torch.autograd.Function Disguised, whose backward is not traced"),
@@ -211,7 +211,7 @@ def inferred(block: Any, x: Tensor) -> Tensor:
         (cast, r"layer.0: a torch.autocast region"),
         (cast_by_a_switch, r"layer.0: torch.set_autocast_enabled; cast by hand"),
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
-        (lambda b, x: x * random.random(), r"draws random numbers of Python or NumPy"),
+        (lambda b, x: x * random.random(), r"draws random numbers from Python or NumPy"),
     ],
 )
 def test_what_a_block_does_unseen_is_refused_by_name(does: Callable[[Any, Tensor], Tensor], message: str) -> None:
@@ -247,10 +247,10 @@ class Functional(nn.Module):
     [
         (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True, which depends on"),
         (lambda: nn.Embedding(101, 32, max_norm=1.0), "tokens: max_norm=1.0"),
-        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True, whose gradient is not a dense tensor"),
-        (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True, which co"),
+        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True, which makes the gradient a sparse tensor"),
+        (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True counts"),
         (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
-        (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule, a wrapper"),
+        (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule wraps another"),
     ],
 )
 def test_modules_that_look_at_a_whole_batch_and_wrappers_are_refused(
@@ -265,7 +265,7 @@ def test_modules_that_look_at_a_whole_batch_and_wrappers_are_refused(
 def test_batch_norm_in_training_is_refused() -> None:
     model = own()
     model.norm = nn.BatchNorm1d(32)  # type: ignore[assignment]
-    with pytest.raises(Unsupported, match="norm: BatchNorm1d takes its statistics over the tokens"):
+    with pytest.raises(Unsupported, match="norm: BatchNorm1d computes statistics over the tokens"):
         capture(model, blocks="stack")
 
 
@@ -385,7 +385,7 @@ class Tagged(nn.Parameter):
 def test_tensors_that_compute_in_a_way_of_their_own_are_refused() -> None:
     model = own()
     model.stack[1].down.weight = Doubled(model.stack[1].down.weight.detach())  # type: ignore[union-attr]
-    with pytest.raises(Unsupported, match=r"stack.1.down.weight: a tensor of the class Doubled, which overrides"):
+    with pytest.raises(Unsupported, match=r"stack.1.down.weight: the tensor's class Doubled overrides"):
         capture(model, blocks="stack")
     model.stack[1].down.weight = Tagged(model.stack[1].down.weight.detach())  # type: ignore[union-attr]
     capture(model, blocks="stack")
@@ -438,7 +438,7 @@ class Changing(Own):
         ("calls", r"Changing: its forward differs between calls"),
         ("sequences", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
         ("tokens", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
-        ("bounds", r"layer.0: its attention takes sequence bounds that are not the packed batch's"),
+        ("bounds", r"layer.0: its attention uses sequence bounds other than the packed batch's"),
     ],
 )
 def test_what_depends_on_the_call_or_on_what_is_packed_together_is_refused(how: str, message: str) -> None:

@@ -98,7 +98,7 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
         ),
         ({"elastic": {"copies": 2}}, 1, "two copies on 1 rank: start more ranks, or use copies 1"),
         ({"home": "3,1"}, 3, "shares has 2 numbers, but the run has 3 ranks"),
-        ({"compiled": "nowhere"}, 1, "compiled folder nowhere: it has no manifest.json"),
+        ({"compiled": "nowhere"}, 1, "compiled folder nowhere: its manifest.json"),
         ({"callbacks": ["nowhere:x"]}, 1, "callbacks: 'nowhere:x' cannot be loaded"),
         ({"strategies": [{"pipelines": [{"stage": []}]}]}, 1, r"strategies\[0\].*stage"),
     ],

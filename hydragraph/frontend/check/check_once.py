@@ -1,4 +1,4 @@
-"""The check on one rank per host."""
+"""Execution of the numeric check on one rank per host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-AUTO = "auto"  # the project's tests set it to "off"
+AUTO = "auto"  # the project's tests set this to "off"
 _latest: list[Variants] = []  # graphs of the last checked program
 
 
@@ -23,7 +23,7 @@ def mode_of(asked: str | bool) -> str:
 
 
 def check_here(subject: CheckedModel, asked: str | bool) -> str:
-    """Check a captured program; return a line about it, or "" if the check is off."""
+    """Check a captured program; return a one-line result, or "" if the check is off."""
     mode = mode_of(asked)
     if mode == "off":
         return ""
@@ -43,7 +43,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; all ranks call this, and raise its error."""
+    """Check a captured program on one rank per host; all ranks must call this function, and all raise its error."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None
@@ -52,7 +52,7 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
             check_here(subject, asked)
         except Unsupported as error:
             own = error
-        except Exception as error:  # others may not be picklable
+        except Exception as error:  # other exceptions may not be picklable
             own = RuntimeError(f"check: {type(error).__name__}: {error}")
     for failure in (own, *world.gather(own)):
         if failure is not None:

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: model and captured graphs."""
+"""Execution of a model and of its captured graphs, to compare their results."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Return `times` the loss of one sequence.
+    """Compute the loss of one sequence times `times`, and its gradients; return the loss.
 
     Args:
-        done: called with each parameter's complete gradient.
+        done: called with each parameter's name and complete gradient.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
         fields = _widened(batch, wide)
@@ -72,7 +72,7 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 @dataclass(frozen=True)
 class Common:
-    """Inputs of all blocks: fields, and aux's results."""
+    """Inputs of all blocks: batch fields, and results of the program's `aux` block."""
 
     fields: Mapping[str, Any]
     aux: Sequence[Tensor]
@@ -88,7 +88,7 @@ class Common:
         return cls(fields, runner(template.graph, wide)(*arguments))
 
     def inputs(self, program: Program, block: Block) -> dict[str, Any]:
-        """Return one block's inputs, by its template's names."""
+        """Return one block's inputs, by their names in its template."""
         others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
         fed = {n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}
         return {**self.fields, DROPOUT_BLOCK: torch.tensor(program.number_of(block)), **fed}
@@ -105,7 +105,7 @@ def add_captured(
     """Run blocks forward and backward on a packed batch; return the summed loss.
 
     Args:
-        ran: the first, some and the last block, with their variants.
+        ran: the first block, some middle blocks and the last block, each with its variant.
         sums: gradient sums by parameter, each with its own memory.
     """
     with torch.no_grad(), default_dtype(wide):
@@ -142,10 +142,10 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block backward, adding to `sums`; return its hidden state's gradient, or None.
+    """Run one block backward and add its gradients to `sums`; return the gradient of its input, or None.
 
     Args:
-        local: the template's names -> those in `tensors` and `sums`.
+        local: names in the template -> names in `tensors` and `sums`.
     """
     kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
@@ -157,7 +157,7 @@ def backward(
         arguments += [sums[local[name]], counts]
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
-    # A sum must not view a saved value or another gradient.
+    # A sum must not share memory with a saved value or another gradient.
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
     for name, gradient in zip(variant.gradients, gradients, strict=True):
         if name == "hidden":

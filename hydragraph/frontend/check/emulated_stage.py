@@ -17,7 +17,7 @@ _END = "the end"
 
 
 class StageBarrier(threading.Barrier):
-    """Rendezvous of a stage's threads."""
+    """Barrier that lets a stage's threads exchange values."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -32,7 +32,7 @@ class StageBarrier(threading.Barrier):
         calls = [(name, tuple(getattr(rank_value, "shape", ()))) for name, rank_value in contributions]
         if len(set(calls)) > 1:
             said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))
-            raise RuntimeError(f"ranks of a stage do not meet: {said}")
+            raise RuntimeError(f"the ranks of a stage make different calls: {said}")
         return [rank_value for _, rank_value in contributions]
 
 
@@ -61,7 +61,7 @@ class EmulatedCollectives(StartsAtOnce):
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         if x.shape[dim] % self.size:
-            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
+            raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by {self.size} ranks: pad it")
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
@@ -69,7 +69,7 @@ class EmulatedCollectives(StartsAtOnce):
 
 
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate graphs' Python code, so that threads do not interfere."""
+    """Generate the graphs' Python code before threads run the graphs, which would interfere."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):
@@ -85,7 +85,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
             result = function(EmulatedCollectives(barrier, index))
             barrier.exchange(index, _END)
         except Exception:
-            barrier.abort()  # releases the ranks that wait for this one
+            barrier.abort()  # releases the ranks that wait for this rank
             raise
         return result
 

@@ -16,14 +16,14 @@ class Bound:
 
     Attributes:
         own: limit relative to a gradient's norm, or to the loss.
-        all: allowance relative to the norm of all gradients, since some are 0.
+        all: additional limit relative to the norm of all gradients, for gradients that are 0.
     """
 
     own: float
     all: float
 
 
-# Correct fp32 computations differ by 1e-7 to 1e-5, fp64 ones by 1e-15 to 1e-12; errors are 1e-3 and more.
+# Correct computations differ by 1e-7 to 1e-5 in fp32 and by 1e-15 to 1e-12 in fp64; bugs cause at least 1e-3.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
 
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The error relative to the norm."""
+        """Error relative to the norm."""
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
 
 
@@ -56,18 +56,18 @@ class GradientComparison:
 
     Args:
         computed: gradients by name; modified in place.
-        norms: norms of the expected gradients; None: those of the computed gradients.
+        norms: norms of the expected gradients, or None to use those of the computed gradients.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # If both sides are finite, so is their difference.
+        # Expected gradients to test directly; the others are finite if their difference from the computed gradient is.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Subtract an expected gradient, or a summand of one."""
+        """Subtract an expected gradient, or one sequence's share of it."""
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)

@@ -1,6 +1,6 @@
-"""Narrow copies of library models, checked instead of the models.
+"""Narrow copies of library models, which are checked instead of the models.
 
-The text of their graphs must be equal, except for numbers that differ by powers of one factor.
+The graphs of a copy and its model must have the same text, except for numbers that differ by powers of one factor.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hydragraph.passes.differentiate import Variant
 _LOG = logging.getLogger(__name__)
 
 FACTORS = (16, 8, 4)
-# Settings with numbers of features or embedding rows.
+# Config settings that are numbers of features or embedding rows.
 _WIDTH = re.compile(
     r"(hidden|intermediate|embedding|ffn|vocab)_size|(_|^)(dim|rank)$|^d_(model|ff|kv)$|^n_(embd|inner)$"
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-_LEAST = 4  # features: rotary tables pair the halves of a head
+_LEAST = 4  # minimum features of a head: rotary tables pair its halves
 # A number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
@@ -42,13 +42,13 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 @dataclass(frozen=True)
 class Widths:
-    """The model's widths divided by its copy's; replacements of special tokens outside the copy's vocabulary."""
+    """Ratio of a model's widths to its copy's, and replacements of special tokens outside the copy's vocabulary."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]
 
     def equal(self, text: str, narrow: str) -> bool:
-        """Return whether the widths explain the differences of two texts."""
+        """Return whether the widths explain the differences between two texts."""
         rest, narrow_rest = map(_NUMBER.split, (text, narrow))
         return rest == narrow_rest and all(map(self._explain, *map(_NUMBER.findall, (text, narrow))))
 
@@ -77,11 +77,11 @@ class NarrowModel:
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """All that a library model's graphs depend on.
+    """Everything that a library model's graphs depend on.
 
     Attributes:
         tensors: name, dtype and requires_grad of each parameter and buffer.
-        arguments: dtype, example, loss and blocks of its capture.
+        arguments: the arguments dtype, example, loss and blocks of `capture`.
     """
 
     kind: type[nn.Module]
@@ -100,7 +100,7 @@ class LibraryModel:
         loss: Loss | None,
         blocks: str | None,
     ) -> LibraryModel | None:
-        """Describe a model; None if it runs other code than its libraries'. Arguments as in `capture`."""
+        """Describe a model, given the arguments of `capture`; return None if it runs code outside its libraries."""
         arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
         if path_of(model, *arguments) is None:
             return None
@@ -110,7 +110,7 @@ class LibraryModel:
         return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
 
     def narrowed(self, program: Program) -> NarrowModel | None:
-        """Return a copy whose program differs in widths only, if any."""
+        """Return a narrow copy whose program differs only in widths, or None."""
         for factor in FACTORS:
             built = self.at(factor)
             if built is None:
@@ -118,15 +118,15 @@ class LibraryModel:
             model, widths = built
             try:
                 narrow = capture(model, *self.arguments)
-            except Exception as error:  # unexpected sizes
-                _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
+            except Exception as error:  # the model may not support these sizes
+                _LOG.info("cannot check a copy at 1/%d of the widths: %s", factor, error)
                 continue
             if widths.equal(program_text(program), program_text(narrow)):
                 return NarrowModel(model, narrow, widths)
         return None
 
     def at(self, factor: int) -> tuple[nn.Module, Widths] | None:
-        """Build a copy with widths divided by a factor, if possible."""
+        """Build a copy with widths divided by a factor, or return None."""
         config = copy.deepcopy(self.config)
         tokens = _divide(config, factor)
         if tokens is None:
@@ -135,8 +135,8 @@ class LibraryModel:
             with torch.device("meta"):
                 base = self.kind(config)
                 model = base if self.adapters is None else self.adapters.on(base)
-        except Exception as error:  # sizes that depend on each other
-            _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
+        except Exception as error:  # sizes may depend on each other
+            _LOG.info("cannot check a copy at 1/%d of the widths: %s", factor, error)
             return None
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         if any(name not in tensors for name, _, _ in self.tensors):
@@ -169,7 +169,7 @@ def has_large_blocks(program: Program) -> bool:
 
 
 def program_text(program: Program) -> str:
-    """Return the text of a program, for `Widths.equal`."""
+    """Return a program as text for `Widths.equal`."""
     kinds = [program.aux.template, *program.kinds]
     blocks = [(b.name, kinds.index(b.template), b.parameters, b.buffers, b.aux) for b in (program.aux, *program.blocks)]
     parameters = [(p.name, p.shape, p.aliases, p.trainable) for p in program.parameters.values()]
@@ -179,7 +179,7 @@ def program_text(program: Program) -> str:
 
 
 def variant_text(variant: Variant) -> str:
-    """Return the text of one rank's graphs, for `Widths.equal`."""
+    """Return one rank's graphs as text for `Widths.equal`."""
     rest = (variant.inputs, variant.needs, variant.gradients, variant.kinds, variant.vocabulary, variant.added)
     return f"{rest} {_graph_text(variant.forward)} {_graph_text(variant.backward)}"
 
@@ -187,5 +187,5 @@ def variant_text(variant: Variant) -> str:
 def _graph_text(graph: fx.GraphModule) -> str:
     values = [(node.name, value_of(node)) for node in graph.graph.nodes]
     shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
-    names: dict[str, str] = {}  # symbols differ in a program read from a file
+    names: dict[str, str] = {}  # a program read from a file has other symbol names
     return graph.code + _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)

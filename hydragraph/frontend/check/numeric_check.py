@@ -33,22 +33,22 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # maximum block parameters in memory at a time, beyond one block
+TOGETHER = 32_000_000  # maximum block parameters in memory at a time, unless one block has more
 
 REMEDY = (
-    "its graph differs from the model: look for things that a trace loses (hooks, Python state, masks or positions of "
-    "the model's own, tokens that meet outside of attention), or report it with the model's config; check='off' trains "
-    "with the graph as it is"
+    "look for code that a trace does not capture (hooks, Python state, the model's own masks or positions, mixing of "
+    "tokens outside attention), or report a bug with the model's config; check='off' trains with the captured graph "
+    "despite the difference"
 )
 _OF_LOSS = (
     "mask every term of the loss by labels != -100, let no term combine sequences, and keep no state in the loss; "
-    f"if that is so, {REMEDY}"
+    f"if the loss already does this, {REMEDY}"
 )
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """Inputs of a check; `blocks` and `example` as in `capture`."""
+    """Model and program to compare; `capture` documents `blocks` and `example`."""
 
     model: nn.Module
     program: Program
@@ -59,11 +59,11 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to compute both sides.
+    """Settings for one comparison of the model with its captured graph.
 
     Attributes:
-        copied: weights are a noisy copy of the model's, else random.
-        widened: casts inside the model are widened to the dtype.
+        copied: whether the weights are a noisy copy of the model's instead of random.
+        widened: whether casts inside the model are widened to `dtype`.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Attempt:
 
     @property
     def bound(self) -> Bound:
-        """Maximum difference of the two sides."""
+        """Maximum difference between the model and the captured graph."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
     @property
@@ -86,7 +86,7 @@ class Attempt:
         return str(self.dtype).removeprefix("torch.")
 
     def is_training(self, dtype: torch.dtype) -> bool:
-        """Return whether training in a dtype computes exactly this."""
+        """Return whether training in `dtype` computes exactly as this attempt does."""
         return not self.widened and self.dtype is dtype
 
 
@@ -95,11 +95,12 @@ class Checked:
     """Result of a check.
 
     Attributes:
-        blocks, layers: number of blocks compared, and in total.
+        blocks: number of compared blocks.
+        layers: number of all blocks.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: settings whose limit no sequence exceeded, and the limits.
-        problem: why no comparison was possible, or "".
-        factor: as in `Widths`.
+        untouched: names and limits of settings whose limit no sequence exceeded.
+        problem: reason why no comparison was possible, or "".
+        factor: ratio of the model's widths to those of the compared copy.
     """
 
     model: str
@@ -133,13 +134,14 @@ class _Unrunnable(Exception):  # noqa: N818
 
 
 def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
-    """Compare packed batches with the model on each sequence alone, block by block.
+    """Compare captured graphs on packed batches with the model on single sequences, block by block.
 
     Args:
-        mode: "auto": each distinct block once, a large library model at smaller widths; "full": every block.
+        mode: "auto" compares each distinct block once, and a large library model at smaller widths. "full" compares
+            every block.
 
     Raises:
-        Unsupported: both sides differ in all attempts, or the graphs do not run.
+        Unsupported: the graphs differ from the model in all attempts, or fail to run.
     """
     began = time.perf_counter()
     if mode == "auto" and max(_size(subject, group) for group in _groups(subject, mode)) > LARGE:
@@ -153,11 +155,11 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
 
 
 def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | None:
-    """Check a copy; None: the full size decides."""
+    """Check a narrow copy; return None if the model must be checked at full size."""
     try:
         checked = _checked(replace(subject, model=narrow.model, program=narrow.program), "auto", None)
     except Unsupported as error:
-        log.info("at 1/%d of the widths: %s", narrow.widths.factor, error)
+        log.info("the check at 1/%d of the widths failed: %s", narrow.widths.factor, error)
         return None
     return None if checked.problem else replace(checked, factor=narrow.widths.factor)
 
@@ -176,7 +178,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
         if isinstance(result, str):
             return replace(checked, problem=result)
     done = [result for result in results if not isinstance(result, str)]
-    # A zero gradient's error is relative to the total norm's allowance.
+    # `ratio` is defined for zero gradients too.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(
@@ -190,7 +192,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts: fp64 rules out rounding, new weights uninitialised models."""
+    """Yield attempts: fp64 rules out rounding errors, and new weights rule out an uninitialized model."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -199,9 +201,9 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 
 
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
-    """Return the indices of the blocks to compare, grouped by what is in memory at a time.
+    """Return the indices of the blocks to compare, in groups that are in memory at the same time.
 
-    "auto" chooses the first of each kind, and the last if small.
+    "auto" chooses the first block of each kind, and also the last block if it is small.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
@@ -243,7 +245,7 @@ class _Comparer:
     def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
         program = self.subject.program
         failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
-        problem = "loss or gradients of the model alone are not finite with any weights that were tried"
+        problem = "the model's loss or gradients for single sequences are not finite with any of the weights tried"
         for attempt in attempts(program.dtype):
             try:
                 difference = self._attempt(group, attempt)
@@ -253,7 +255,7 @@ class _Comparer:
                     if attempt.is_training(program.dtype):
                         break
                 elif not failed:
-                    problem = f"the model alone cannot compute a sequence on the CPU ({error})"
+                    problem = f"the model cannot compute a single sequence on the CPU ({error})"
                 continue
             if difference is None:
                 continue
@@ -261,7 +263,7 @@ class _Comparer:
                 return difference, attempt
             failed.append((difference, attempt))
             if attempt.copied and attempt.dtype is torch.float64:
-                break  # no rounding, and the user's weights
+                break  # neither rounding nor random weights explain the difference
         if not failed:
             return problem
         raise self._refusal(group, failed)
@@ -271,7 +273,7 @@ class _Comparer:
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
-        buffers = model.named_buffers(remove_duplicate=False)  # a repeated block has buffers by both names
+        buffers = model.named_buffers(remove_duplicate=False)  # a repeated block has its buffers under both names
         tensors = dict([*model.named_parameters(), *buffers]) | loss_buffers(loss_function)
         ids = ids_of(subject.model, program)
         sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)
@@ -310,14 +312,14 @@ class _Comparer:
         difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
         where = self._where(group, attempt)
         if isinstance(difference, _Unrunnable):
-            return Unsupported(f"its captured graph does not run ({difference})", where=where, remedy=REMEDY)
+            return Unsupported(f"its captured graph fails to run ({difference})", where=where, remedy=REMEDY)
         name = difference.parameter
-        off = f"is off by {difference.relative:.2g} times {'its norm' if name else 'itself'}"
+        off = f"is off by {difference.relative:.2g} times {'its norm' if name else 'its value'}"
         tokens = " and ".join(map(str, difference.tokens))
         what = (
-            f"packed and captured, {f'the gradient of {name}' if name else 'the loss'} {off} from what the model "
-            f"computes for each sequence alone (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of "
-            f"{tokens} tokens in {attempt.kind})"
+            f"in the captured graph, {f'the gradient of {name}' if name else 'the loss'} {off} from the value that the "
+            f"model computes sequence by sequence (loss {difference.loss:.6g} instead of {difference.expected:.6g}, "
+            f"batches of {tokens} tokens in {attempt.kind})"
         )
         remedy = REMEDY if self.subject.loss is token_cross_entropy else _OF_LOSS
         return Unsupported(what, where=where, remedy=remedy)
@@ -351,6 +353,6 @@ def _side(name: str) -> Iterator[None]:
 def report(checked: Checked) -> None:
     """Log a check's result; raise Unsupported if no comparison was possible."""
     if checked.problem:
-        remedy = "make loss and gradients of each single sequence finite on the CPU, or pass check='off'"
+        remedy = "make the loss and gradients of every single sequence finite on the CPU, or pass check='off'"
         raise Unsupported(f"not checked: {checked.problem}", where=checked.model, remedy=remedy)
     log.info("%s", checked)

@@ -18,11 +18,11 @@ from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.version import __version__
 
 CHECKS = "checks"
-MOST = 4096  # files; those used longest ago are deleted
+MOST = 4096  # maximum number of files; the least recently used files are deleted
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return the key of a check, or None with hooks or closures."""
+    """Return the key of a check, or None for a model or loss with hooks or closures."""
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:
@@ -34,7 +34,7 @@ def fingerprint(subject: CheckedModel, mode: str) -> str | None:
 
 
 def key_of(content: str) -> str:
-    """Return the key of a comparison: its description and versions."""
+    """Return the key of a comparison: its description, and the versions of the code."""
     return repr((content, torch.__version__, __version__, _own_source()))
 
 
@@ -47,10 +47,10 @@ def _own_source() -> str:
 
 
 def recall(key: str) -> str | None:
-    """Return the line of a passed check, or None."""
+    """Return the stored result line of a passed check, or None."""
     return user_cache.read_packed(user_cache.packed_path(CHECKS, key), lambda content: str(json.loads(content)))
 
 
 def remember(key: str, line: str) -> None:
-    """Store the line of a passed check."""
+    """Store the result line of a passed check."""
     user_cache.write_packed(user_cache.packed_path(CHECKS, key), lambda: line, MOST)

@@ -1,4 +1,4 @@
-"""Lengths of the compared sequences, beyond windows and chunks in a model's settings."""
+"""Choice of sequence lengths for the numeric check, beyond the windows and chunks in a model's settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hydragraph.private.tracing import ancestors_of
 # Settings with a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# Limits of tokens, and of one side's approximate operations.
+# Maximum tokens, and approximate maximum operations of the model or of the graph.
 LONGEST = 512
 _WORK = 4e11
-# Default lengths: unequal, and none a power of two.
+# Default lengths, which differ and are not powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
 _BEYOND = 3
@@ -29,14 +29,14 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths, and the settings whose limits none reaches."""
+    """Sequence lengths, and the settings whose limits no length exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose the lengths, given the parameters used at a time; the second exceeds all possible limits."""
+    """Choose the lengths for a number of parameters; the second length exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
@@ -72,7 +72,7 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return the rows of each table before the first block, and the fields that select them."""
+    """Return each embedding table's number of rows and the fields that index it, before the first block."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]

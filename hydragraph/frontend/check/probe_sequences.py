@@ -1,4 +1,4 @@
-"""Sequences for the numeric check."""
+"""Random sequences for the numeric check."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-_PADDED = (13, 17)  # the second batch is padded to a multiple of one of these
-_TARGETS = 3  # one token in this many is a target, if labels are not the next tokens
+_PADDED = (13, 17)  # the second batch is padded to a multiple of one of these numbers
+_TARGETS = 3  # distance between targets, if labels are not the next tokens
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Exclusive upper limits of token ids (`count`) and labels; `special` ids are not drawn."""
+    """Exclusive upper limits of token ids (`count`) and of labels (`labels`); `special` ids are not drawn."""
 
     count: int
     special: frozenset[int]
     labels: int
 
     def draw(self, length: int, generator: torch.Generator) -> Tensor:
-        """Draw tokens, [length] int64."""
+        """Draw random token ids, [length] int64."""
         plain = torch.tensor([i for i in range(min(self.count, 4096)) if i not in self.special] or [0])
         ids = plain[torch.randint(0, len(plain), (length,), generator=generator)]
         if self.count > len(plain) + len(self.special):
@@ -42,7 +42,7 @@ class Ids:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> Ids:
-    """Return the ids of a program's tables and loss; `otherwise`: default count."""
+    """Return the ids that a program's tables and loss accept; `otherwise` is the default count."""
     limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
@@ -92,7 +92,7 @@ def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) 
 
 
 def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Draw a custom field, [length, ...], from its example's rows, unless all zeros."""
+    """Draw a custom field, [length, ...], from the rows of its example, unless they are all zero."""
     if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
         return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
     if field.dtype.is_floating_point:
@@ -101,7 +101,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches, with the indices of their sequences; `key`: of dropout."""
+    """Return two packed batches, with the indices of their sequences; `key` is the dropout key."""
     draws = None if key is None else Draws(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)

@@ -1,6 +1,6 @@
-"""Weights for the comparison: none zero or all equal, so that every gradient is informative.
+"""Random weights for the numeric check, never zero or all equal, so that every gradient is informative.
 
-One vector of noise is repeated, from an offset by the parameter's name.
+Every tensor repeats the same noise vector, from an offset that depends on the parameter's name.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-_LENGTH = 131_071  # a prime: rows of a matrix have different noise
-_NOISE = 0.3  # standard deviation of noise, relative to the parameter's own
-_LEAST = 0.05  # its minimum, relative to a new matrix's, or to 1 for vectors
+_LENGTH = 131_071  # a prime, so that the rows of a matrix have different noise
+_NOISE = 0.3  # standard deviation of noise, relative to the parameter's standard deviation
+_LEAST = 0.05  # minimum standard deviation of noise, relative to that of a new matrix, or to 1 for vectors
 _VECTOR = 0.1  # standard deviation of a new vector around 1
 _SHARED = 1 << 22  # minimum elements of new matrices in shared memory
 
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """Weights in the dtype `wide`; large new matrices share memory and may not be written to.
+    """Random weights in the dtype `wide`; large new matrices share memory and must not be modified.
 
     Attributes:
-        copied: start from the parameters' values; otherwise from new ones.
+        copied: whether to add noise to the parameters' values instead of drawing new values.
     """
 
     seed: int
@@ -54,7 +54,7 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return shared values with about a new matrix's standard deviation."""
+        """Return a view of shared noise with about the standard deviation of a new matrix."""
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         end = start + value.numel()

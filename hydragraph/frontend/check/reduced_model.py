@@ -16,7 +16,7 @@ from hydragraph.frontend.rebound_functions import rebind
 from hydragraph.frontend.repeated_blocks import block_list, computed, entries, separate_repeated
 from hydragraph.private.argument_trees import tree_flatten, tree_leaves, tree_unflatten
 
-# transformers attention that runs on any CPU in any dtype.
+# transformers' attention implementations that run on any CPU in any dtype.
 _ANYWHERE = ("eager", "sdpa")
 
 
@@ -26,10 +26,12 @@ class Forms:
     _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Forward hook: record the form of an output, whose first tensor is the hidden state."""
+        """Record the form of a block's output, as a forward hook; its first tensor is the hidden state."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # weights of eager attention
+        others = [
+            None if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]  # such as the weights of eager attention
         self._rebuild = lambda hidden: tree_unflatten([*others[:first], hidden, *others[first + 1 :]], spec)
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
@@ -41,10 +43,10 @@ class Forms:
 def reduced(
     model: nn.Module, blocks: str | None, kept: Collection[int], forms: Forms, weights: DrawnWeights
 ) -> nn.Module:
-    """Copy a model, with new weights outside its blocks and in the `kept` ones, by index."""
+    """Copy a model with new weights outside blocks and in the blocks `kept`; other blocks return their input."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
-    # A shared parameter needs all names left out.
+    # A shared parameter is left out only if all its names are.
     names = model.named_parameters(remove_duplicate=False)
     used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
     memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)

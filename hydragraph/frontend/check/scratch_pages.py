@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 24
-# Settings of glibc's malloc (man mallopt), and the values that it adapts to.
+# Options of glibc's malloc (man mallopt), and the values that malloc adapts them to.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
@@ -31,7 +31,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def reused() -> Iterator[None]:
-    """Keep freed memory until the end, with glibc."""
+    """Make glibc keep freed memory for reuse until the context exits."""
     libc = _glibc()
     for option, value in _KEEPING if libc else ():
         libc.mallopt(option, value)

@@ -1,4 +1,4 @@
-"""Check of a multi-rank stage's graphs against the whole block's."""
+"""Numeric check of the graphs of a stage's ranks against the unsharded block's graph."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # parameters of a block: 4 GiB on both sides, with gradients
+LARGEST = 1 << 28  # maximum parameters of a compared block, which take 4 GiB with gradients
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
 REMEDY = (
-    "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
-    "the model's config; check='off' trains with the graphs as they are"
+    "use another tensor-parallel degree, or disable sequence parallelism and recomputation, and report a bug with the "
+    "model's config; check='off' trains with these graphs despite the difference"
 )
-_ANEW = "write the folder again with hydragraph compile, and find out who changed it"
+_ANEW = "write the folder again with hydragraph compile, and find out why its files changed"
 
 
 class StageCheck:
-    """Checker of one program under strategies.
+    """Checker of one program's graphs under strategies.
 
     Args:
-        fused_head: whether head and loss are one operator.
+        fused_head: whether one operator computes the head and the loss.
         added: whether products accumulate gradients in place.
         library: untrusted source of the ranks' graphs.
-        model: the program's model; large blocks are compared in the narrow copy of the model.
+        model: the program's model; large blocks are compared in a narrow copy of this model.
 
     Attributes:
-        passed: passed comparisons: key -> description.
+        passed: descriptions of passed comparisons, by key.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare each block's graphs under each stage kind; raise Unsupported if they differ."""
+        """Compare each block's graphs under each stage kind with the unsharded block; raise Unsupported on errors."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -110,7 +110,7 @@ class StageCheck:
             if error is None and size > LARGEST:
                 left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
             elif (error := self._compare(block, form) if error is None else error) is None:
-                left[block.name] = "loss or gradients are not finite with any weights that were tried"
+                left[block.name] = "outputs or gradients are not finite with any of the weights tried"
             else:
                 errors.append(error)
                 forms.add(form)
@@ -119,14 +119,14 @@ class StageCheck:
             self._passed.add(key)
         if left:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())
-            log.warning("not compared with what ranks run: %s", named)
+            log.warning("did not check the graphs of some blocks: %s", named)
         if forms:
             names = " and ".join(f"<{form.text}>" for form in sorted(forms))
             seconds = time.perf_counter() - began
-            log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
+            log.info("checked the graphs of ranks under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield all but plain unsharded blocks, which were compared with the model; with a library, all."""
+        """Yield all blocks with a library; otherwise skip plain unsharded blocks, which the model check covers."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -172,7 +172,7 @@ class StageCheck:
         try:
             return other._compare(of_copy, form)
         except Unsupported as error:
-            log.info("at 1/%d of the widths: %s", widths.factor, error)
+            log.info("the check at 1/%d of the widths failed: %s", widths.factor, error)
             return None
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
@@ -242,7 +242,7 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield several attempts, as routers break near ties differently."""
+    """Yield several attempts, because routers may resolve near ties differently."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
@@ -263,7 +263,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on a stage's ranks; parameters and inputs are the whole block's, by local name."""
+    """One block on a stage's ranks; `parameters` and `inputs` are the unsharded block's, by local name."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]
@@ -286,7 +286,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of one name to the whole block's."""
+        """Combine the ranks' values of one name to the unsharded block's value."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts
@@ -294,10 +294,12 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        for index, part in enumerate(parts):  # every rank holds a shard or a summand
+        for index, part in enumerate(parts):  # every rank has a shard of the gradient or a part of its sum
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
-                raise ValueError(f"the gradient of {name} has shape {tuple(part.shape)}, its shard {tuple(expected)}")
+                raise ValueError(
+                    f"the gradient of {name} has shape {tuple(part.shape)}, but its shard has {tuple(expected)}"
+                )
             intervals = parameter.intervals(self.form.tp, index)
             pieces = parameter.canonical(part).split([b - a for a, b in intervals])
             for (a, b), piece in zip(intervals, pieces, strict=True):
@@ -312,7 +314,7 @@ def _refusal(
     remedy = REMEDY if library is None else _ANEW
     if isinstance(difference, Exception):
         why = f"{type(difference).__name__}: {(str(difference).splitlines() or [''])[0][:200]}"
-        return Unsupported(f"its graphs do not run ({why})", where=where, remedy=remedy)
+        return Unsupported(f"its graphs fail to run ({why})", where=where, remedy=remedy)
     what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
-    off = f"{difference.relative:.2g} times its norm off the whole block's (in {attempt.kind})"
+    off = f"off by {difference.relative:.2g} times its norm from the unsharded block's (in {attempt.kind})"
     return Unsupported(f"{what} is {off}", where=where, remedy=remedy)

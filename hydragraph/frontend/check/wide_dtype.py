@@ -1,4 +1,4 @@
-"""Widening: both sides of a comparison run in one wide dtype."""
+"""Execution of models and graphs in one wide dtype, for comparisons without narrow casts."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class _Wide(TorchFunctionMode):
 
 @contextmanager
 def computing(wide: torch.dtype | None) -> Iterator[None]:
-    """Run a model with casts widened and new tensors in the wide dtype; None: unchanged."""
+    """Widen casts and new tensors to a wide dtype while the context is active; None has no effect."""
     with default_dtype(wide), nullcontext() if wide is None else _Wide(wide):
         yield
 
 
 @contextmanager
 def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
-    """Set the default dtype, in every thread of this process; None: unchanged."""
+    """Set the default dtype in every thread of this process; None has no effect."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide or before)
     try:
@@ -73,7 +73,7 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return a captured graph with casts widened, to run within `default_dtype`; None: unchanged."""
+    """Return a function that runs a graph with widened casts, within `default_dtype`; None returns the graph."""
     if wide is None:
         return graph
 

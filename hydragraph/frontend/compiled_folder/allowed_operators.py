@@ -1,4 +1,4 @@
-"""Allow-list of a compiled folder's operators: none accesses files, draws random numbers or mutates inputs."""
+"""Allow-list of a compiled folder's operators, which never access files, draw random numbers or mutate inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ and their derivatives
 products
     addbmm addmm addmv addr baddbmm bmm dot einsum _grouped_mm inner linear matmul mm mv outer tensordot
     convolution convolution_backward conv1d conv2d
-reductions and what runs along a dimension
+reductions and operators along a dimension
     all amax amin any argmax argmin argsort bincount count_nonzero cummax cummin cummaxmin_backward cumprod
     cumprod_backward cumsum diff histc kthvalue linalg_vector_norm logcumsumexp logsumexp log_softmax _log_softmax
     _log_softmax_backward_data max mean median min norm one_hot prod renorm softmax _safe_softmax _softmax
@@ -40,7 +40,7 @@ norms and losses
     _fused_rms_norm_backward group_norm native_group_norm native_group_norm_backward huber_loss huber_loss_backward
     kl_div l1_loss layer_norm mse_loss mse_loss_backward native_layer_norm native_layer_norm_backward nll_loss
     nll_loss_backward nll_loss_forward nll_loss_nd rms_norm smooth_l1_loss smooth_l1_loss_backward glu glu_backward
-what chooses elements and puts them back
+selection and replacement of elements
     embedding embedding_dense_backward gather index index_add index_copy index_fill index_put index_select
     masked_scatter masked_select nonzero repeat_interleave scatter scatter_add scatter_reduce searchsorted bucketize
     take_along_dim _unsafe_index _unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate
@@ -51,7 +51,7 @@ shapes
     select_scatter slice slice_backward slice_scatter split split_with_sizes squeeze stack swapaxes t tile transpose
     tril triu unbind unflatten unfold unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze _unsafe_view view
     view_as view_as_complex view_as_real view_copy sym_numel sym_size sym_stride
-what is made anew
+creation of tensors
     arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros ones ones_like
     scalar_tensor zeros zeros_like
 """
@@ -96,31 +96,31 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
         given: positional arguments, as data.
-        by_name: keyword arguments, or only their names.
+        by_name: keyword arguments as data, or only their names.
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
         if len(given) != takes or by_name:
-            raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments; that takes {takes}")
+            raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments, but it takes {takes}")
         return
     if name.rpartition(".")[0] not in ALLOWED:
-        raise ValueError(f"it calls {name}, which a compiled folder may not call")
+        raise ValueError(f"it calls {name}, which is not allowed in a compiled folder")
     signature = signature_of(known_target(name))
     if not signature.pure:
         raise ValueError(f"it calls {name}, which writes into its arguments")
     if len(given) > signature.positional:
-        raise ValueError(f"it calls {name} with {len(given)} arguments; that takes {signature.positional}")
+        raise ValueError(f"it calls {name} with {len(given)} arguments, but it takes {signature.positional}")
     present = {*signature.names[: len(given)], *by_name}
     unknown = set(by_name) - set(signature.names[len(given) :])
     missing = signature.required - present
     if unknown or missing:
-        what = f"gives it {min(unknown)}" if unknown else f"does not give it {min(missing)}"
-        raise ValueError(f"it calls {name} and {what}")
+        what = f"with the unknown argument {min(unknown)}" if unknown else f"without the argument {min(missing)}"
+        raise ValueError(f"it calls {name} {what}")
     values = dict(zip(signature.names, given, strict=False)) | (by_name if isinstance(by_name, dict) else {})
     for argument, kind in zip(signature.names, signature.types, strict=True):
         if argument in values and not _fits(kind, values[argument]):
             what = "a tensor" if kind == "Tensor" else kind
-            raise ValueError(f"it calls {name} with {values[argument]!r:.80} where that takes {what} ({argument})")
+            raise ValueError(f"it calls {name} with {values[argument]!r:.80} as {argument}, which must be {what}")
 
 
 def _fits(kind: str, value: object) -> bool:

@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write the code in Inductor's cache; return whether there was any."""
+    """Write the code in Inductor's cache to a folder; return False if the cache is empty."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False
@@ -27,11 +27,11 @@ def load_code(content: bytes, folder: Path, arch: str | None = None) -> None:
     """Put the code of a trusted folder into Inductor's cache.
 
     Args:
-        arch: GPU architecture, such as sm_90, if compiled without a GPU.
+        arch: GPU architecture, such as sm_90, if the code was compiled without a GPU.
     """
     if arch is not None:
         share_cache(arch)
     if torch.compiler.load_cache_artifacts(content) is None:
-        _LOG.warning("PyTorch could not read %s: Inductor compiles anew", folder / FILE)
+        _LOG.warning("PyTorch could not read %s: Inductor will compile the graphs again", folder / FILE)
         return
     _LOG.info("loaded Inductor's code from %s", folder / FILE)

@@ -45,7 +45,7 @@ class CompiledFolder:
     _files: Mapping[str, bytes] = field(repr=False)
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant, if any; an invalid one raises Refused."""
+        """Return a spec's variant, or None if the folder has none; raise Refused if the variant is invalid."""
         entry = self.manifest.variants.get(spec.key)
         if entry is None:
             return None
@@ -65,7 +65,7 @@ class CompiledFolder:
         return hashlib.sha256(self.manifest.text().encode()).hexdigest()
 
     def checked(self, mode: str) -> bool:
-        """Return whether the folder was checked in this mode when written."""
+        """Return whether the folder was checked in this mode when it was written."""
         covered = self.manifest.check.covers(mode)
         if covered and mode != "off":
             _LOG.info("%s (when %s was compiled)", self.manifest.check.model, self.folder)
@@ -85,13 +85,13 @@ def load(
     """Read a compiled folder.
 
     Args:
-        model: record of the required model; None: any.
-        dtype: required compute dtype; None: the folder's.
-        ranks: required number of ranks; None: any.
-        trust: pass the folder's code to Inductor; it can do anything that this process may.
+        model: record of the required model, or None for any model.
+        dtype: required compute dtype, or None for any dtype.
+        ranks: required number of ranks, or None for any number.
+        trust: whether to pass the folder's code to Inductor; the code can do anything that this process may.
 
     Raises:
-        Refused: the folder is stale, damaged, or belongs to something else.
+        Refused: the folder is stale, damaged, or belongs to another model, dtype or number of ranks.
     """
     began = time.perf_counter()
     folder = Path(folder)
@@ -101,25 +101,25 @@ def load(
         _refuse_other_model(folder, manifest, model)
     if ranks is not None and manifest.ranks not in (None, ranks):
         again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
-        remedy = f"start {manifest.ranks}, or write it anew: {again}"
-        raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, but there are {ranks}", remedy)
+        remedy = f"start {manifest.ranks} ranks, or write the folder again: {again}"
+        raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, but this run has {ranks}", remedy)
     contents = {path: read_file(folder, path, manifest.files) for path in manifest.files}
     missing = {PROGRAM, *(entry.file for entry in manifest.variants.values())} - contents.keys()
     if missing:
-        raise Refused(folder, f"{NAME} does not name {min(missing):.200}")
+        raise Refused(folder, f"{NAME} does not list {min(missing):.200}")
     try:
         program = program_of(read_json(contents[PROGRAM], PROGRAM))
     except ValueError as error:
         raise Refused(folder, f"{PROGRAM}: {error}") from None
     if dtype not in (None, program.dtype):
-        remedy = f"pass dtype={program.dtype}, or write the folder again with the other dtype"
+        remedy = f"pass dtype={program.dtype}, or write the folder again with the dtype that you need"
         raise Refused(folder, f"it computes in {program.dtype}, but dtype is {dtype}", remedy)
     _refuse_more(folder, manifest)
     graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
     if trust and FILE in contents:
         load_code(contents[FILE], folder, manifest.versions.get(GPU))
     elif FILE in contents:
-        _LOG.info("%s is code and was not loaded: --trust, or trust=True, loads it", folder / FILE)
+        _LOG.info("did not load the code in %s: pass --trust, or trust=True, to load it", folder / FILE)
     seconds = time.perf_counter() - began
     count = len(manifest.variants)
     _LOG.info("loaded %s from %s, %d variants, in %.2f s", program.model, folder, count, seconds)
@@ -128,7 +128,7 @@ def load(
 
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
     if manifest.model is None:
-        raise Refused(folder, "it does not name its model: a process wrote it for others on its machine")
+        raise Refused(folder, "it does not record its model, because it was written for processes on one machine only")
     mismatches = differences(manifest.model, model)
     if mismatches:
         more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
@@ -141,17 +141,17 @@ def _refuse_more(folder: Path, manifest: FolderManifest) -> None:
     more = sorted(there - manifest.files.keys() - {NAME})
     if more:
         others = f" and {len(more) - 1} others" if len(more) > 1 else ""
-        remedy = f"remove it, or write the folder anew: hydragraph compile CONFIG --output {folder}"
-        raise Refused(folder, f"it holds {more[0]:.200}{others}, which {NAME} does not name", remedy)
+        remedy = f"remove these files, or write the folder again: hydragraph compile CONFIG --output {folder}"
+        raise Refused(folder, f"it contains {more[0]:.200}{others}, which {NAME} does not list", remedy)
 
 
 def _refuse_stale(folder: Path, manifest: FolderManifest) -> None:
     for name in ALWAYS:
         if name not in manifest.versions:
-            raise Refused(folder, f"it does not say with which version of {name} it was compiled")
+            raise Refused(folder, f"it does not record the version of {name} that it was compiled with")
     for name, version in manifest.versions.items():
         here = version_of(name)
         if here != version:
             raise Refused(folder, f"it was compiled with {name} {version}, but this machine has {here or 'none'}")
     if manifest.code != own_code():
-        raise Refused(folder, "the files of hydragraph that make graphs were changed since it was compiled")
+        raise Refused(folder, "hydragraph's files that generate graphs have changed since the folder was compiled")

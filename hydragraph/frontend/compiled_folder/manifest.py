@@ -27,7 +27,7 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-GPU = "the GPU architecture"  # among the versions of a folder compiled for one
+GPU = "the GPU architecture"  # key in the versions of a folder that was compiled for a GPU
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders whose code determines graphs
 
 
@@ -37,7 +37,7 @@ class Refused(ValueError):  # noqa: N818
     def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
         self.folder = str(folder)
         self.what = what
-        self.remedy = remedy or f"write it anew: hydragraph compile CONFIG --output {folder}"
+        self.remedy = remedy or f"write the folder again: hydragraph compile CONFIG --output {folder}"
         super().__init__(f"compiled folder {folder}: {what}; {self.remedy}")
 
     def __reduce__(self) -> tuple[type[Refused], tuple[str, str, str]]:
@@ -46,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant; blocks and kind of stage, such as tp2s, are informative."""
+    """File of a variant; its blocks and kind of stage, such as tp2s, are only informational."""
 
     file: str
     blocks: tuple[str, ...]
@@ -66,8 +66,8 @@ class Check:
     """Results of the numeric check.
 
     Attributes:
-        model: line about the comparison with the model, if any.
-        stages: key of a stage's comparison -> its description.
+        model: result line of the comparison with the model, or "".
+        stages: descriptions of the stages' comparisons, by key.
     """
 
     mode: str = "off"
@@ -75,19 +75,21 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Return whether no comparison is needed; "full" does not trust the folder."""
+        """Return whether a check in `mode` can be skipped; "full" never trusts the folder."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
 @dataclass(frozen=True)
 class FolderManifest:
-    """Contents of `manifest.json`, except its format and the SHA-256 of itself.
+    """Contents of `manifest.json`, except the format number and the file's own SHA-256.
 
     Attributes:
-        versions, code: of what makes graphs (`versions`, `own_code`).
-        ranks: number of ranks of the strategies, if any.
-        model: None in a folder shared between processes.
-        variants, files: by `VariantSpec.key`, and by path in the folder.
+        versions: versions of packages that graphs depend on (`versions`).
+        code: SHA-256 of hydragraph's files that generate graphs (`own_code`).
+        ranks: number of ranks of the strategies, or None.
+        model: record of the model, or None in a folder shared between processes.
+        variants: files of variants, by `VariantSpec.key`.
+        files: sizes and digests of files, by path in the folder.
     """
 
     versions: Mapping[str, str]
@@ -106,18 +108,21 @@ class FolderManifest:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Read a folder's manifest; raise Refused if it is missing, changed, or of another format."""
+    """Read a folder's manifest; raise Refused if it is missing, changed, or has another format."""
     try:
         # A link may lead anywhere, and a pipe may block.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
             raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()
     except OSError as error:
-        raise Refused(folder, f"it has no {NAME} that can be read ({error.strerror or error})") from None
+        raise Refused(folder, f"its {NAME} cannot be read ({error.strerror or error})") from None
     try:
         data = read_json(written, NAME)
         if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise Refused(folder, f"its format is {data.get('format')!r:.40}, but this hydragraph reads {FORMAT}")
+            raise Refused(
+                folder,
+                f"its format is {data.get('format')!r:.40}, but this version of hydragraph reads format {FORMAT}",
+            )
         names = [field.name for field in fields(FolderManifest)]
         data = record_schema.fields(data, ["format", *names, "sha256"], NAME)
         manifest = record_schema.record(FolderManifest, {name: data[name] for name in names}, NAME)
@@ -131,7 +136,7 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def files_of(folder: Path) -> dict[str, ExpectedFile]:
-    """Return size and SHA-256 of every file except the manifest."""
+    """Return the size and SHA-256 of every file except the manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     return {path.relative_to(folder).as_posix(): _expected(path.read_bytes()) for path in paths}
 
@@ -144,16 +149,16 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
     """Return a file's content; raise Refused if it does not match the manifest or lies outside the folder."""
     expected = files.get(path)
     if expected is None:
-        raise Refused(folder, f"{NAME} does not name {path:.200}")
+        raise Refused(folder, f"{NAME} does not list {path:.200}")
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or "\\" in path or "\0" in path or {"..", "."} & set(path.split("/")):
-        raise Refused(folder, f"{NAME} names {path!r:.200}, which is not a file of the folder")
+        raise Refused(folder, f"{NAME} lists {path!r:.200}, which is not a file of the folder")
     place = folder.joinpath(*parts)
     try:
         if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
             raise Refused(folder, f"{path} is a link, leads out of the folder, or is not a plain file")
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
-            raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, and {NAME} says {expected.bytes}")
+            raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, but {NAME} lists {expected.bytes}")
         content = place.read_bytes()
     except OSError as error:
         raise Refused(folder, f"{path} cannot be read ({error.strerror or error})") from None
@@ -177,19 +182,19 @@ def _no_number(name: str) -> float:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("a name is given twice")
+        raise ValueError("a name occurs twice")
     return members
 
 
 def versions(arch: str | None = None) -> dict[str, str]:
-    """Return the versions of packages that graphs depend on; `arch`: GPU of the kernels."""
+    """Return the versions of packages that graphs depend on; `arch` is the GPU architecture of the kernels."""
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}
     return {name: version_of(name) for name in names} | kernels
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package, or the name of this machine's `GPU`; "": none."""
+    """Return the version of a package, or this machine's GPU architecture for `GPU`; return "" if there is none."""
     if name == GPU:
         return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":
@@ -204,7 +209,7 @@ def version_of(name: str) -> str:
 
 @functools.cache
 def own_code() -> str:
-    """Return a SHA-256 of hydragraph's files that make graphs."""
+    """Return a SHA-256 of hydragraph's files that generate graphs."""
     root = Path(str(hydragraph.__file__)).parent
     digest = hashlib.sha256()
     for path in sorted(path for name in _MAKERS for path in (root / name).rglob("*.py")):

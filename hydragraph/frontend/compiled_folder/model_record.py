@@ -1,12 +1,12 @@
-"""Record of a captured model, in parts, to report how another model differs.
+"""Record of a captured model, divided into parts to report how another model differs.
 
     model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of its instances
-    code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
-            library function -> SHA-256 of the function in its place
+    code        Python module -> SHA-256 of its file and of the current methods of its classes; name of a replaced
+            library function -> SHA-256 of its replacement
 
-Weights and settings of text generation do not count.
+The record ignores weights and settings for text generation.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entro
 
 ModelRecord = Mapping[str, Mapping[str, str]]
 
-# Settings about origin or text generation.
+# Settings that describe the model's origin or text generation.
 _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
 _DEFAULTS = frozenset({("_use_kernels", "False")})  # set only sometimes by transformers
-_TENSORS = "names, shapes or frozenness of its tensors"
+_TENSORS = "the names, shapes or requires_grad of its tensors"
 PARTS = ("model", "config", "modules", "code")
 
 
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return a model's record, or raise Unsupported; arguments as for `capture`."""
+    """Return the record of a model and the arguments of `capture`, or raise Unsupported."""
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:
@@ -57,8 +57,8 @@ def model_record(
             "code": _code(model),
         }
     except Unknown as error:
-        what = f"{error}, so a compiled folder could belong to another model"
-        remedy = "leave that out of the model and its loss, or train without a compiled folder"
+        what = f"{error}, so a compiled folder cannot identify the model"
+        remedy = "remove this object from the model or the loss, or train without a compiled folder"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy) from None
 
 
@@ -82,7 +82,7 @@ def _difference(part: str, name: str, old: str | None, new: str | None) -> str:
     if name == "tensors":
         return _TENSORS
     label = name if part == "config" else f"its {name}"
-    return f"{label} is {_short(new)}, and was {_short(old)}"
+    return f"{label} is {_short(new)}, but was {_short(old)}"
 
 
 def _short(value: str | None) -> str:

@@ -1,6 +1,6 @@
-"""Cache of captured programs of library models with hydragraph's losses.
+"""Cache of captured programs, for library models with hydragraph's losses.
 
-Versions determine these, unless something is patched (`library_code`).
+The libraries' versions determine these programs, unless library code is patched (`library_code`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
 PROGRAMS = "programs"
-MOST = 256  # files; those used longest ago are deleted
+MOST = 256  # maximum number of files; the least recently used files are deleted
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 def path_of(
     model: nn.Module, dtype: torch.dtype, example: Mapping[str, Tensor] | None, loss: Loss | None, blocks: str | None
 ) -> Path | None:
-    """Return the path of a model's program, or None if it is not kept."""
+    """Return the path of a model's cached program, or None if the program cannot be cached."""
     if not _of_libraries(model, loss):
         return None
     try:
@@ -55,7 +55,7 @@ def _of_libraries(model: nn.Module, loss: Loss | None) -> bool:
 
 
 def read_program(path: Path) -> Program | None:
-    """Return a program, or None if none can be read."""
+    """Read a cached program, or return None."""
     return user_cache.read_packed(path, lambda content: program_of(read_json(content, path.name)))
 
 

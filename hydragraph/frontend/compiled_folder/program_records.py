@@ -34,7 +34,7 @@ def program_data(program: Program) -> Data:
 
 
 def program_of(value: object) -> Program:
-    """Build a program from data; raise Malformed, which names the wrong field."""
+    """Build a program from data; raise Malformed with the name of an invalid field."""
     kinds = get_type_hints(Program)
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
@@ -51,7 +51,9 @@ def program_of(value: object) -> Program:
     )
     _check_program(program)
     if program.fingerprint != data["fingerprint"]:
-        raise Malformed(f"program: its fingerprint is {program.fingerprint}, but it states {data['fingerprint']!r:.80}")
+        raise Malformed(
+            f"program: its fingerprint is {program.fingerprint}, but the file states {data['fingerprint']!r:.80}"
+        )
     return program
 
 
@@ -64,19 +66,19 @@ def _check_program(program: Program) -> None:
         others = sum(name.startswith("other.") for name in template.inputs)
         counts = [(block.parameters, template.parameters), (block.buffers, template.buffers)]
         if any(len(names) != len(template_names) for names, template_names in counts) or len(block.aux) != others:
-            raise Malformed(f"{where}: the number of its names is not its template's")
+            raise Malformed(f"{where}: its number of parameters, buffers or inputs differs from its template's")
         unknown = set(block.parameters) - program.parameters.keys()
         if unknown:
             raise Malformed(f"{where}: the parameter {min(unknown)} is missing")
     aux_count = len(results_of(program.templates[program.aux.template].graph))
     if any(index >= aux_count for block in program.blocks for index in block.aux):
-        raise Malformed("program: a block takes a value that the aux graph does not make")
+        raise Malformed("program: a block takes a value that the aux graph does not compute")
     bucketed_names = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
     if sorted(bucketed_names) != sorted(program.parameters):
-        raise Malformed("program: its buckets do not hold every parameter once")
+        raise Malformed("program: its buckets do not contain every parameter once")
     if 0 in program.heads:
-        raise Malformed("program: a number of heads is 0")
-    program.outline  # noqa: B018  it checks names of blocks and buckets
+        raise Malformed("program: every number of heads must be at least 1")
+    program.outline  # noqa: B018  checks the names of blocks and buckets
 
 
 def _bucket_of(value: object, parameters: Mapping[str, Parameter]) -> Bucket:
@@ -130,7 +132,7 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Build a variant of a spec from data; raise Malformed, which names the wrong field."""
+    """Build a variant of a spec from data; raise Malformed with the name of an invalid field."""
     kinds = get_type_hints(Variant)
     plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
     data = record_schema.fields(value, (*plain, "graphs"), where)
@@ -150,22 +152,24 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
     vocabulary_fits = set(variant.vocabulary) <= set(template.parameters)
     if not vocabulary_fits or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
-        raise Malformed(f"{where}: its inputs are not those of the template")
+        raise Malformed(f"{where}: its inputs differ from the template's")
     saved = saved_names(len(results_of(variant.forward)) - variant.outputs)
     if len(placeholders_of(variant.forward)) != len(variant.inputs) or variant.outputs != 1:
-        raise Malformed(f"{where}: its forward takes or returns another number of values than stated")
+        raise Malformed(f"{where}: its forward takes or returns a different number of values than the file states")
     takes = {*saved, *template.parameters, "tangent", COLLECTIVES}
     if not set(variant.needs) <= takes or len(set(variant.needs)) != len(variant.needs):
-        raise Malformed(f"{where}: its backward needs {', '.join(set(variant.needs) - takes) or 'a value twice'}")
+        raise Malformed(
+            f"{where}: its backward must not take {', '.join(set(variant.needs) - takes) or 'a value twice'}"
+        )
     learned = [*variant.gradients, *variant.added]
     if not set(learned) <= spec.learning or len(set(learned)) != len(learned):
-        raise Malformed(f"{where}: it has a gradient of something that is not trained, or two of one parameter")
+        raise Malformed(f"{where}: it computes a gradient of an untrained value, or two gradients of one parameter")
     if "hidden" in variant.added:
-        raise Malformed(f"{where}: the hidden state's gradient is accumulated")
+        raise Malformed(f"{where}: it accumulates the gradient of the hidden state")
     if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
-        raise Malformed(f"{where}: its backward takes another number of values than stated")
+        raise Malformed(f"{where}: its backward takes a different number of values than the file states")
     if len(results_of(variant.backward)) != len(variant.gradients):
-        raise Malformed(f"{where}: its backward returns another number of gradients than stated")
+        raise Malformed(f"{where}: its backward returns a different number of gradients than the file states")
 
 
 def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None:
@@ -175,12 +179,14 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
         shape = parameter.local_shape(spec.part.tp, spec.part.index)
         value = node[5]
         if not isinstance(value, list) or value[:2] != ["tensor", dtype] or value[3] != list(shape):
-            raise Malformed(f"{where}: {name} is {value!r:.60}, but a rank's shard of it {dtype} {list(shape)}")
+            raise Malformed(f"{where}: {name} is {value!r:.60}, but a rank's shard is {dtype} {list(shape)}")
 
 
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
     try:
         return decode(data)
-    except Exception as error:  # for a graph that FX cannot print
+    except Exception as error:  # FX may fail to generate the graph's code
         first = (str(error).splitlines() or [""])[0]
-        raise Malformed(f"{where}: no graph can be built from it ({type(error).__name__}: {first:.200})") from error
+        raise Malformed(
+            f"{where}: cannot build a graph from this data ({type(error).__name__}: {first:.200})"
+        ) from error

@@ -1,4 +1,4 @@
-"""Schema of a compiled folder's data; functions raise Malformed otherwise."""
+"""Schema of a compiled folder's data; the functions raise Malformed for invalid data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# JSON numbers can exceed the range of these argument types.
+# Maximum absolute values; JSON numbers can exceed the range of these types.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
@@ -54,15 +54,15 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return a mapping with exactly these names."""
+    """Return `value` if it is a mapping with exactly these names."""
     if not isinstance(value, dict) or value.keys() != set(names):
         contents = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
-        _refuse(where, f"expected the fields {', '.join(names)}, but there is {contents or 'nothing'}")
+        _refuse(where, f"expected the fields {', '.join(names)}, but found {contents or 'nothing'}")
     return value
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return a mapping."""
+    """Return `value` if it is a mapping."""
     if not isinstance(value, dict):
         example = '{"NAME": ...}, as hydragraph compile writes it'
         _refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
@@ -76,34 +76,34 @@ def _instance(value: object, kind: type[Value], expected: str, where: str) -> Va
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """Return a list."""
+    """Return `value` if it is a list."""
     return _instance(value, list, "a list", where)
 
 
 def text(value: object, where: str) -> str:
-    """Return a string."""
+    """Return `value` if it is a string."""
     return _instance(value, str, "a text", where)
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
-    """Return an integer of at least `least`."""
+    """Return `value` if it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
         _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
     return value
 
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
-    """Return a list of integers."""
+    """Return `value` as a tuple if it is a list of integers of at least `least`."""
     return tuple(whole(number, where, least) for number in listed(value, where))
 
 
 def flag(value: object, where: str) -> bool:
-    """Return a bool."""
+    """Return `value` if it is a bool."""
     return _instance(value, bool, "true or false", where)
 
 
 def dtype(value: object, where: str) -> torch.dtype:
-    """Return the named dtype."""
+    """Return the dtype named `value`."""
     if not isinstance(value, str) or value not in _DTYPES:
         _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
@@ -147,12 +147,12 @@ _SCALARS: Mapping[object, Callable[[object, str], object]] = {str: text, int: wh
 
 
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
-    """Return the data of the `count` graphs of one trace.
+    """Check and return the data of one trace, which has `count` graphs.
 
-    Nodes are [name, kind, target, args, kwargs, value] (`ir.graph_data`), and use only earlier nodes.
+    A node is [name, kind, target, args, kwargs, value] (`ir.graph_data`) and may use only earlier nodes.
     """
     data = fields(value, ("hints", "graphs"), where)
-    # PyTorch specialises on 0 and 1.
+    # PyTorch specializes graphs for the sizes 0 and 1.
     hints = wholes(data["hints"], f"{where}: hints", least=2)
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
@@ -180,7 +180,7 @@ class _Graph:
     def check(self, nodes: object) -> None:
         entries = listed(nodes, self._where)
         if not 1 <= len(entries) <= MOST_NODES:
-            _refuse(self._where, f"it has {len(entries)} nodes")
+            _refuse(self._where, f"it has {len(entries)} nodes: expected 1 to {MOST_NODES}")
         for number, entry in enumerate(entries):
             where = f"{self._where}: node {number}"
             if not isinstance(entry, list) or len(entry) != 6:
@@ -191,7 +191,7 @@ class _Graph:
             if not _is_name(name):
                 _refuse(where, f"its name is {name!r:.80}: expected letters, digits and _")
             if name in self._names:
-                _refuse(where, f"its name {name} is an earlier node's")
+                _refuse(where, f"an earlier node already has its name {name}")
             try:
                 self._node(*entry)
             except ValueError as error:
@@ -200,7 +200,7 @@ class _Graph:
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
         if not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise Malformed("its arguments are not a list, or its keyword arguments not a mapping")
+            raise Malformed("its arguments are not a list, or its keyword arguments are not a mapping")
         checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
             "placeholder": self._placeholder,
             "get_attr": self._constant,
@@ -225,37 +225,37 @@ class _Graph:
 
     def _constant(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if not isinstance(target, list) or len(target) != 4 or args or kwargs:
-            raise Malformed("a constant is [name, dtype, shape, elements in base64]")
+            raise Malformed("expected a constant as [name, dtype, shape, elements in base64]")
         name, kind, shape, content = target
         parts = name.split(".") if isinstance(name, str) else [""]
         if not all(map(_IDENTIFIER.fullmatch, parts)) or hasattr(fx.GraphModule, parts[0]):
-            raise Malformed(f"a constant's name is {name!r:.80}")
+            raise Malformed(f"a constant has the invalid name {name!r:.80}")
         size = math.prod(wholes(shape, "its shape")) * dtype(kind, "its dtype").itemsize
         if size > LARGEST_CONSTANT:
-            raise Malformed(f"a constant of {size} bytes: a compiled folder holds up to {LARGEST_CONSTANT}")
+            raise Malformed(f"a constant has {size} bytes: a compiled folder allows at most {LARGEST_CONSTANT}")
         try:
             elements = base64.b64decode(text(content, "its elements"), validate=True)
         except binascii.Error as error:
             raise Malformed(f"its elements are not base64: {error}") from None
         if len(elements) != size:
-            raise Malformed(f"it has {len(elements)} bytes of elements for {size}")
+            raise Malformed(f"it has {len(elements)} bytes of elements, but its shape needs {size}")
 
     def _call_method(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         takes = {**ON_COLLECTIVES, **ON_SUMS, **ON_STARTED}.get(target) if isinstance(target, str) else None
         if takes is None:
-            raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
+            raise Malformed(f"it calls the method {target!r:.80}, which is not allowed")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
-            raise Malformed(f"it calls the method {target} with arguments that it does not take")
-        # Runtime objects are reserved placeholders, and results of start methods.
+            raise Malformed(f"it calls the method {target} with invalid arguments")
+        # Collectives are a reserved placeholder, and started collectives are results of start methods.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
-            raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")
+            raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}, which does not have this method")
 
     def _output(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if target != "output" or kwargs or len(args) != 1 or not isinstance(args[0], dict) or set(args[0]) != {"tuple"}:
-            raise Malformed("an output takes one tuple")
+            raise Malformed("an output must have one tuple as its argument")
         if not all(output is None or (isinstance(output, dict) and "node" in output) for output in args[0]["tuple"]):
-            raise Malformed("an output returns something that is not a node")
+            raise Malformed("an output returns a value that is not a node")
 
     def _argument(self, value: Any) -> None:
         if isinstance(value, list):
@@ -263,11 +263,11 @@ class _Graph:
                 self._argument(element)
         elif isinstance(value, dict):
             if len(value) != 1:
-                raise Malformed(f"the argument {value!r:.80}")
+                raise Malformed(f"the argument {value!r:.80} is invalid")
             ((kind, content),) = value.items()
             self._tagged(kind, content)
         elif isinstance(value, int | float) and abs(value) > _MOST[type(value)]:
-            raise Malformed(f"the number {value!r:.80}")
+            raise Malformed(f"the number {value!r:.80} is out of range")
 
     def _tagged(self, kind: str, content: Any) -> None:
         match kind:
@@ -285,8 +285,8 @@ class _Graph:
             case _:
                 right = False
         if not right:
-            earlier = ", which is not an earlier node" if kind == "node" else ""
-            raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}}{earlier}")
+            earlier = ": it is not an earlier node" if kind == "node" else ""
+            raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}} is invalid{earlier}")
 
     def _value(self, value: Any) -> None:
         if value is None:
@@ -300,13 +300,13 @@ class _Graph:
             _, kind, device, shape, strides, storage = value
             dtype(kind, "its value")
             if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-                raise Malformed(f"its value is on the device {device!r:.80}")
+                raise Malformed(f"its value is on the invalid device {device!r:.80}")
             sizes = [self._size(size) for size in listed(shape, "the shape of its value")]
             steps = [self._size(step) for step in listed(strides, "the strides of its value")]
             if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
-                raise Malformed(f"its value has the shape {shape!r:.80} and the strides {strides!r:.80}")
+                raise Malformed(f"its value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
             if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:
                 raise Malformed("its value is larger than any memory")
             whole(storage, "the storage of its value")
         else:
-            raise Malformed(f"its value is {value!r:.80}")
+            raise Malformed(f"its value {value!r:.80} is invalid")

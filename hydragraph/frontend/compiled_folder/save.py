@@ -1,4 +1,4 @@
-"""Writing of a program and its variants as data."""
+"""Writing of a program and its variants to a compiled folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NamedVariant:
     """Variant, before compilation, to be written to `graphs/{name}.json`.
 
     Attributes:
-        keys: of all specs that it implements (`VariantSpec.key`).
+        keys: keys of all specs that the variant implements (`VariantSpec.key`).
         blocks, kind: as in `VariantEntry`.
     """
 
@@ -49,7 +49,7 @@ class NamedVariant:
 
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
-    """Return the variants of all ranks of some strategies, each once."""
+    """Return the distinct variants of all ranks under some strategies."""
     program = variants.program
     first: dict[Hashable, Block] = {}
     serving: dict[str, list[str]] = {}
@@ -91,7 +91,7 @@ def save(
         arch: GPU architecture of the kernels, such as sm_90.
 
     Raises:
-        ValueError: a graph cannot be represented, or calls a forbidden operator.
+        ValueError: a graph cannot be represented as data, or calls a forbidden operator.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).unlink(missing_ok=True)

@@ -12,14 +12,14 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variant_spec import VariantSpec
 
 GRAPHS = "graphs"
-MOST = 4096  # files; those used longest ago are deleted
+MOST = 4096  # maximum number of files; the least recently used files are deleted
 
 
 class VariantCache:
-    """Variants in the user's cache folder, by spec, versions and own sources."""
+    """Variants in the user's cache folder, by spec, package versions and hydragraph's source code."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant before compilation, if readable."""
+        """Return a spec's variant before compilation, or None if it cannot be read."""
         path = _path(spec)
         return user_cache.read_packed(path, lambda content: variant_of(read_json(content, path.name), spec, path.name))
 

@@ -88,18 +88,22 @@ def swapped(variant: Variant, index: int) -> Variant:
         pytest.param(
             without("all_reduce", "forward"),
             "<tp2,pp1>",
-            r"under <tp2>: its output is .* times its norm off",
+            r"under <tp2>: its output is off by .* times its norm",
             marks=thorough,
         ),
         (without("all_reduce", "backward"), "<tp2,pp1>", r"under <tp2>: the gradient of .* is .* off"),
-        (without("all_reduce", "forward", rank=1), "<tp2,pp1>", r"graphs do not run .*ranks of a stage do not meet"),
+        (
+            without("all_reduce", "forward", rank=1),
+            "<tp2,pp1>",
+            r"graphs fail to run .*ranks of a stage make different calls",
+        ),
         pytest.param(
             without("reduce_scatter", "backward"),
             "<[0,1]x2s>",
-            r"under <tp2s>: its graphs do not run",
+            r"under <tp2s>: its graphs fail to run",
             marks=thorough,
         ),
-        (swapped, "<tp2,pp1>", r"the gradient of .*norm.* is 1 times its norm off"),
+        (swapped, "<tp2,pp1>", r"the gradient of .*norm.* is off by 1 times its norm"),
     ],
     ids=["forward", "backward", "one rank", "sequence parallelism", "summed replicas"],
 )
@@ -122,7 +126,7 @@ def test_wrong_graphs_are_refused(
 def test_what_passed_is_not_compared_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO, "hydragraph.frontend.check"):
         stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
-    assert [m for m in caplog.messages if m.startswith("checked what ranks run under <tp2>: worst error")]
+    assert [m for m in caplog.messages if m.startswith("checked the graphs of ranks under <tp2>: worst error")]
     monkeypatch.delattr(StageCheck, "_compare")
     stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
     with pytest.raises(AttributeError):
@@ -142,7 +146,7 @@ def test_what_is_too_large_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
     with caplog.at_level(logging.WARNING, "hydragraph.frontend.check"):
         stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
     assert caplog.messages == [
-        "not compared with what ranks run: embed (0.00646 M parameters, above 0.001 M); "
+        "did not check the graphs of some blocks: embed (0.00646 M parameters, above 0.001 M); "
         "layer.0 (0.032 M parameters, above 0.001 M); head (0.00653 M parameters, above 0.001 M)"
     ]
 
@@ -172,7 +176,7 @@ def test_what_is_never_finite_is_named(caplog: pytest.LogCaptureFixture, monkeyp
     with caplog.at_level(logging.INFO, "hydragraph.frontend.check"):
         stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
     (message,) = caplog.messages
-    assert "embed (loss or gradients are not finite with any weights" in message
+    assert "embed (outputs or gradients are not finite with any of the weights" in message
 
 
 def refused_then_trained() -> tuple[str, float]:

@@ -52,7 +52,7 @@ WAYS = ("flip", "cut", "add", "remove", "rename", "empty")
 @pytest.mark.parametrize(
     ("versions", "why"),
     [
-        ({}, "does not say with which version of hydragraph"),
+        ({}, "does not record the version of hydragraph"),
         ([], r'versions: expected a mapping of names, but it is \[\]: give {"NAME": ...}'),
     ],
 )
@@ -104,7 +104,9 @@ def test_a_whole_folder_loads(folder: Path) -> None:
 def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("of mine")
-    with pytest.raises(Refused, match=rf"it holds {re.escape(name)}, which manifest.json does not name; remove it, or"):
+    with pytest.raises(
+        Refused, match=rf"it contains {re.escape(name)}, which manifest.json does not list; remove these files, or"
+    ):
         load(folder)
 
 
@@ -195,7 +197,7 @@ def test_a_link_that_leads_out_and_a_pipe_are_refused(folder: Path) -> None:
         ("[]", "expected the fields"),
         ("{", "damaged"),
         ('{"format": 99}', "its format is 99"),
-        ('{"format": 1, "format": 1}', "given twice"),
+        ('{"format": 1, "format": 1}', "occurs twice"),
         ('{"format": NaN}', "is not a number"),
         ("[" * 100_000, "damaged"),
         ("\xff", "damaged"),
@@ -208,7 +210,7 @@ def test_a_manifest_that_is_none_is_refused(folder: Path, text: str, why: str) -
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"it has no manifest.json that can be read .*hydragraph compile CONFIG --output"):
+    with pytest.raises(Refused, match=r"its manifest.json cannot be read .*hydragraph compile CONFIG --output"):
         load(tmp_path / "nowhere")
 
 
