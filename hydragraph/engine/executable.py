@@ -215,7 +215,7 @@ class Executable(Membership):
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the log-probability of each sequence's targets given the preceding tokens, without changing anything.
+        """Return each sequence's summed log-probability of its targets given the preceding tokens; change no state.
 
         Args:
             sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 are ignored.
