@@ -30,9 +30,9 @@ class BuiltKernel:
     """A kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
 
     Attributes:
-        shared_bytes: per block of threads.
-        configurations: number that a GPU would time.
-        bytes: device memory that a launch reads and writes.
+        shared_bytes: shared memory per thread block.
+        configurations: number of configurations that autotuning on a GPU would time.
+        bytes: bytes of device memory that a launch reads and writes.
     """
 
     cubin: bytes
@@ -50,7 +50,7 @@ class Launch:
 
 
 def launches(code: Any) -> list[Launch]:
-    """Return a compiled graph's launches, in order of the text."""
+    """Return a compiled graph's launches, in the order of the generated code."""
     tree = ast.parse(code.source_code)
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}  # type: ignore[attr-defined]
@@ -64,13 +64,13 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor compile for an architecture, with a separate cache, and fill `kernels`, by source.
+    """Let Inductor compile for an absent GPU, with a separate cache, and collect the kernels by source in `kernels`.
 
     Raises:
-        Unsupported: Triton interprets kernels here, or PyTorch's build for CPUs finds no C++ compiler.
+        Unsupported: Triton's interpreter is on, or PyTorch's CPU build finds no C++ compiler.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise Unsupported("Triton interprets kernels", where="TRITON_INTERPRET=1", remedy="unset it to compile them")
+        raise Unsupported("Triton interprets kernels", where="TRITON_INTERPRET=1", remedy="unset TRITON_INTERPRET")
     import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from torch._dynamo import device_interface
     from torch._inductor import config
@@ -200,7 +200,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _driver(arch: GpuArch) -> SimpleNamespace:
-    """Return a driver that only knows the target."""
+    """Return a Triton driver that only reports the target architecture."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     major, minor = arch.capability
@@ -214,7 +214,7 @@ def _driver(arch: GpuArch) -> SimpleNamespace:
 
 @functools.cache
 def guard() -> None:
-    """Let PyTorch select an absent GPU."""
+    """Register a device guard, so that PyTorch can select an absent GPU."""
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return
@@ -228,8 +228,8 @@ def guard() -> None:
         try:
             subprocess.run([compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            remedy = "install g++, or pip's build of PyTorch for CUDA, which needs no GPU"
-            raise Unsupported(f"{compiler} fails ({error})", where="PyTorch's build for CPUs", remedy=remedy) from None
+            remedy = "install g++, or PyTorch's CUDA build, which works without a GPU"
+            raise Unsupported(f"{compiler} fails ({error})", where="PyTorch's CPU build", remedy=remedy) from None
         ctypes.CDLL(str(library))
 
 

@@ -1,4 +1,4 @@
-"""Nested arguments as flat lists, and the dispatch mode."""
+"""PyTorch's functions that flatten nested arguments, and its dispatch mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traceable grouped product of experts, as transformers' is not until after 5.20."""
+"""Traceable backward of the grouped matrix product of experts in transformers; versions up to 5.20 have none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def make_traceable() -> None:
-    """Give transformers' operator a traceable backward."""
+    """Register a traceable backward for transformers' operator."""
     ops = torch.ops.transformers
     if hasattr(ops, "grouped_mm_fallback") and not hasattr(ops, "grouped_mm_fallback_backward"):
         torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_keep)

@@ -26,16 +26,16 @@ Data = Any
 
 
 def storage_of(value: Tensor) -> int:
-    """Return a storage's identifier."""
+    """Return the identifier of a tensor's storage."""
     number: int = value.untyped_storage()._cdata
     return number
 
 
 @dataclass
 class ValueEncoder:
-    """Encoder of the values of one trace; symbols and storages are numbered by appearance."""
+    """Encoder of the values of one trace; symbols and storages are numbered in order of appearance."""
 
-    hints: list[int] = field(default_factory=list)  # the symbols' sizes
+    hints: list[int] = field(default_factory=list)  # size of each symbol in the trace
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 
@@ -43,10 +43,10 @@ class ValueEncoder:
         """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifier of each tensor's storage, if the tensors do not have it.
+            storages: identifiers of the tensors' storages, if they differ from the storages of the tensors themselves.
 
         Raises:
-            ValueError: a size depends on values.
+            ValueError: a size depends on a tensor's values.
         """
         storage_ids = iter(storages)
         if isinstance(value, Tensor):
@@ -65,14 +65,14 @@ class ValueEncoder:
         for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
             symint = size.node.shape_env.create_symintnode(symbol, hint=None)
             if symint.node.hint is None:
-                raise ValueError("a graph has a size that depends on values, as that of x[mask]")
+                raise ValueError("a graph has a size that depends on a tensor's values, such as the size of x[mask]")
             self._symbols[symbol] = sympy.Symbol(f"s{len(self.hints)}", integer=True, positive=True)
             self.hints.append(hint_of(symint))
         return str(expression.xreplace(self._symbols))
 
 
 class ValueDecoder:
-    """Decoder of data for a new trace."""
+    """Decoder of encoded values into a new trace."""
 
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
@@ -91,7 +91,7 @@ class ValueDecoder:
         return FakeTensor(self._trace(), tensor, torch.device(device))
 
     def forms(self, data: Data) -> list[TensorForm]:
-        """Return the forms of a value's tensors, without making them."""
+        """Return the dtypes and sizes of a value's tensors, without creating the tensors."""
         if not isinstance(data, list):
             return []
         if data[0] == "list":
@@ -115,11 +115,11 @@ class ValueDecoder:
 
 
 LARGEST_SIZE = 1 << 48
-_LONGEST = 500  # characters of an expression
+_LONGEST = 500  # maximum number of characters in an expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
-    """Return a size's value in the trace, from unvalidated data; a ValueError if no tensor could have it."""
+    """Return a size's value in the trace, from unvalidated data; raise ValueError if it is not a possible size."""
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
         try:
@@ -130,7 +130,7 @@ def size_of(size: object, hints: Sequence[int]) -> int:
             symbol_names = ", ".join(numbers) or "numbers"
             raise ValueError(f"the size {size[:80]!r} is not an expression of {symbol_names}") from error
     if isinstance(size, bool) or not isinstance(size, int) or abs(size) > LARGEST_SIZE:
-        raise ValueError(f"{size!r} is not a size")
+        raise ValueError(f"{size!r} is not a valid size")
     return size
 
 
@@ -142,28 +142,28 @@ class TensorForm(NamedTuple):
 
     @property
     def integral(self) -> bool:
-        """Whether it holds integers or booleans."""
+        """Whether the tensor contains integers or booleans."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
 def form_in(data: Data) -> TensorForm | None:
-    """Return an encoded tensor's form, or None."""
+    """Return the dtype and sizes of an encoded tensor; return None for other values."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
     return TensorForm(getattr(torch, data[1]), tuple(data[3]))
 
 
 def storages(data: Data) -> list[int]:
-    """Return tensors' storage numbers."""
+    """Return the storage numbers of the tensors in an encoded value."""
     if not isinstance(data, list):
         return []
     return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return a small power, as untrusted text must take bounded time."""
+    """Return a power with a small exponent, because evaluating untrusted text must take bounded time."""
     if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
-        raise ValueError(f"the power {exponent} of a size: capture the model again")
+        raise ValueError(f"a stored graph has a size to the unsupported power {exponent}: capture the model again")
     return base**exponent
 
 
@@ -197,4 +197,4 @@ def _evaluated(node: ast.AST, symbols: Mapping[str, Any]) -> Any:
             return -_evaluated(operand, symbols)
         case ast.Call(func=ast.Name(id=name), args=[first, second]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](_evaluated(first, symbols), _evaluated(second, symbols))
-    raise ValueError(f"a graph's data has the size {ast.unparse(node)!r}: capture the model again")
+    raise ValueError(f"a stored graph has the unsupported size {ast.unparse(node)!r}: capture the model again")

@@ -1,4 +1,4 @@
-"""Features that no trace records: hooks and custom backwards."""
+"""Detection of features that tracing does not record: hooks and custom backward functions."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tup
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's hooks and kinds, except harmless ones."""
+    """Yield the kind and the function of a module's hooks, except harmless hooks."""
     for kind, hook in _hooks(module, _OF_MODULES):
         if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
             yield kind, hook
 
 
 def hooks_of_tensor(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield a tensor's hooks and kinds."""
+    """Yield the kind and the function of a tensor's hooks."""
     return _hooks(tensor, _OF_TENSORS)
 
 
 def global_hooks() -> Iterator[tuple[str, Any]]:
-    """Yield global module hooks."""
+    """Yield the kind and the function of global module hooks."""
     return _hooks(module_state, _OF_MODULES, "_global")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is compiled or distributed."""
+    """Return whether a module is a wrapper for compilation or distribution."""
     wrappers = ("torch._dynamo.", "torch.nn.parallel.", "torch.distributed.")
     return f"{type(module).__module__}.".startswith(wrappers)
 
 
 @contextlib.contextmanager
 def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
-    """Raise `refuse(description, remedy)` if a model uses a feature that no trace records."""
+    """Raise `refuse(description, remedy)` if a model uses a feature that tracing does not record."""
     apply = inspect.getattr_static(Function, "apply")  # in C since PyTorch 2.14
 
     def own_backward(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
@@ -93,8 +93,8 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or asking.partition(".")[0] == "torch" else _HookedNode(node, hook)
 
-    enter, cast = "__enter__", "cast by hand (x.to(dtype)), or only pass dtype="
-    saved, unhook = "hooks on what autograd saves, which are not traced", "remove saved_tensors_hooks from forward"
+    enter, cast = "__enter__", "cast explicitly (x.to(dtype)), or only pass dtype="
+    saved, unhook = "hooks on saved tensors, which are not traced", "remove saved_tensors_hooks from forward"
     inference = "a torch.inference_mode() region"
     with (
         refused_if(torch.autocast, enter, lambda region: region._enabled, "a torch.autocast region", cast),
@@ -111,13 +111,13 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def own_backward_refused(name: str) -> tuple[str, str]:
-    """Return description and remedy for a torch.autograd.Function."""
+    """Return the description and the remedy for a torch.autograd.Function."""
     remedy = "write its forward with operators of this gradient (x + (y - x).detach() has y's value and x's gradient)"
     return f"torch.autograd.Function {name}, whose backward is not traced", remedy
 
 
 def own_backward_of(result: Tensor) -> str | None:
-    """Return the custom torch.autograd.Function that computed a result, or None."""
+    """Return the name of a custom torch.autograd.Function in a result's autograd graph, or None."""
     pending = [result.grad_fn]
     seen = set()
     while pending:
@@ -133,7 +133,7 @@ def own_backward_of(result: Tensor) -> str | None:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Return whether PyTorch defines a Function."""
+    """Return whether PyTorch itself defines a torch.autograd.Function."""
     place = kind.__module__
     importable = getattr(sys.modules.get(place), kind.__name__, None) is kind
     return place.startswith("torch.") and (importable or place.startswith("torch._library"))
@@ -150,7 +150,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return a tensor's class if it overrides operators."""
+    """Return the name of a tensor's class if the class overrides operators, else None."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -159,12 +159,12 @@ def own_functions_of(tensor: Tensor) -> str | None:
 
 
 def shares_elements_with_itself(tensor: Tensor) -> bool:
-    """Return whether elements share memory, as after expand."""
+    """Return whether elements of a tensor share memory, as after `expand`."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the first byte of a tensor's memory and the one after its last, or None."""
+    """Return the address of a tensor's first byte and the address after its last byte, or None."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -179,11 +179,11 @@ def number_of_hooks(module: nn.Module) -> int:
 
 
 def number_of_tensor_hooks(tensor: Any) -> int:
-    """Return a tensor's number of hooks."""
+    """Return the number of a tensor's hooks."""
     gradient, accumulated = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return (len(gradient) if gradient else 0) + (len(accumulated) if accumulated else 0)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's counter of in-place changes (not through `tensor.data`), or -1."""
+    """Return a tensor's counter of in-place changes, except changes through `tensor.data`; -1 in inference mode."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Internals of Inductor, whose import takes seconds."""
+"""Internals of Inductor, imported only when needed because the import takes seconds."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # symbols are never 0 or 1
+LEAST = 2  # minimum value of a symbol, because Inductor specializes 0 and 1
 
-Code = Callable[[list[Any]], Sequence[Any]]  # empties its list of inputs
+Code = Callable[[list[Any]], Sequence[Any]]  # a call empties its list of inputs
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what Inductor is missing for a device, or None."""
+    """Return a description of what Inductor needs for a device but does not find, or None."""
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
-        return why_not(device) or (None if major >= 7 else "this GPU is older than those that Triton compiles for")
+        return why_not(device) or (None if major >= 7 else "Triton does not support GPUs this old")
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "no C++ compiler was found (g++, or what the environment variable CXX names)"
+        return "no C++ compiler was found (g++, or the compiler in the environment variable CXX)"
     return None
 
 
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a fake tensor like another; contiguous, unless strides are given."""
+    """Return a fake tensor with the shape and dtype of another; it is contiguous unless strides are given."""
     assert isinstance(value, FakeTensor)
     with value.fake_mode:
         if strides is None:
@@ -48,27 +48,27 @@ def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None
 
 
 def mode_of(values: Iterable[object]) -> FakeTensorMode:
-    """Return values' trace."""
+    """Return the fake mode of the first fake tensor."""
     return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    """Compute a node's fake value."""
+    """Compute the fake result of a node."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)
 
 
 def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
-    """Return values' symbols, by name."""
+    """Return the symbols in the sizes of values, sorted by name."""
     symbols = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
     return sorted(symbols, key=str)
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """Return where a run can read symbols: symbol -> (index of a value, dimension, factor).
+    """Return the places from which a run can read symbols: symbol -> (index of a value, dimension, factor).
 
-    The symbol is that size divided by the factor; a SymInt value has no dimension.
+    The symbol is the size of this dimension divided by the factor; for a SymInt value, the dimension is None.
     """
     places: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
     for index, value in enumerate(values):
@@ -87,7 +87,7 @@ def _sizes(value: object) -> list[torch.SymInt]:
 
 @dataclass(frozen=True)
 class _Trace:
-    """New trace without assumptions on sizes, with a symbol for each of an earlier one."""
+    """New trace without assumptions on sizes, with one symbol for each symbol of an earlier trace."""
 
     mode: FakeTensorMode
     symbols: Mapping[sympy.Symbol, torch.SymInt]
@@ -133,7 +133,7 @@ def compile_graph(
     for result, output in zip(results, outputs, strict=True):
         if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
-    # Ranks compile concurrently.
+    # Several ranks compile at the same time, so each uses one thread.
     alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
         code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)

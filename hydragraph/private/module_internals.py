@@ -1,4 +1,4 @@
-"""Internal attributes of modules, and base classes."""
+"""Internal attributes and internal base classes of modules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def table_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a module's parameters, buffers and children."""
+    """Return a module's tables of parameters, buffers and children."""
     own = module.__dict__
     return own["_parameters"], own["_buffers"], own["_modules"]
 
 
 def empty_tables() -> dict[str, Any]:
-    """Return empty tables."""
+    """Return the empty tables of a new module."""
     return {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}

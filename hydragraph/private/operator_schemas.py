@@ -13,13 +13,13 @@ PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def aten_operators(names: str) -> frozenset[Any]:
-    """Return PyTorch operators by name, such as "mean.dim"; default overload: "default"."""
+    """Return PyTorch operators by name, such as "mean.dim"; a name without overload means "default"."""
     parts = (name.partition(".") for name in names.split())
     return frozenset(getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts)
 
 
 class OperatorArgument(NamedTuple):
-    """One argument of a call; `aliased`: the result is or contains a view of it, or the operator writes into it."""
+    """One argument of a call; `aliased` if the result can share its memory or the operator writes into it."""
 
     name: str
     value: Any
@@ -31,10 +31,10 @@ class Signature(NamedTuple):
     """Signature of an operator.
 
     Attributes:
-        names: those from `positional` on are keyword-only.
+        names: names of the arguments; arguments from index `positional` on are keyword-only.
         required: arguments without a default.
-        types: in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
-        pure: it writes into none of its arguments.
+        types: types in PyTorch's schema, such as "Tensor", "Optional[int]" or "List[int]".
+        pure: whether the operator writes into none of its arguments.
     """
 
     names: tuple[str, ...]
@@ -85,7 +85,7 @@ def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
 
 
 def argument_of(node: fx.Node, *names: str) -> Any:
-    """Return the first argument with one of these names, or its default, or None."""
+    """Return the value or the default of the first argument with one of these names, else None."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             if argument.name in names:
@@ -94,7 +94,7 @@ def argument_of(node: fx.Node, *names: str) -> Any:
 
 
 def makes_tensors(target: object, namespace: str = "aten") -> bool:
-    """Return whether an operator of a namespace only returns tensors with their own memory."""
+    """Return whether an operator is in a namespace and returns only tensors with their own memory."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != namespace:
         return False
     tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]

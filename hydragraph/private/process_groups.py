@@ -1,4 +1,4 @@
-"""Process groups: options of NCCL, and release without waiting."""
+"""Process groups: NCCL options, and release without waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Multiprocessors for background traffic, of NCCL's 32.
+# Maximum number of multiprocessors for background traffic; NCCL's own maximum is 32.
 _BACKGROUND_CTAS = 16
 
 
 def drop_all() -> None:
-    """Forget all process groups without waiting.
+    """Release all process groups without waiting.
 
-    Group names are counted from 0 again, so ranks that meet must count alike.
+    Group names are numbered from 0 again, so that all ranks that meet use the same names.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
@@ -29,7 +29,7 @@ def drop_all() -> None:
 
 
 def drop(groups: list[Any]) -> None:
-    """Release process groups in a thread, as gloo's destructor waits; clear the list."""
+    """Clear the list, and release its process groups in a thread, because gloo's destructor blocks."""
     kept = list(groups)
     groups.clear()
 
@@ -38,7 +38,7 @@ def drop(groups: list[Any]) -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Make groups without the device bound by `init_process_group(device_id=)`."""
+    """Create groups that are not bound to the device of `init_process_group(device_id=)`."""
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
     if default is None or bound is None:
@@ -55,7 +55,7 @@ def nccl_options(timeout: timedelta, urgent: bool) -> Any:
     """Return options for NCCL communicators, if PyTorch has NCCL.
 
     Args:
-        urgent: computation waits for the traffic. Other traffic leaves most multiprocessors to computation.
+        urgent: whether computation waits for the traffic. Other traffic leaves most multiprocessors to computation.
     """
     if not dist.is_nccl_available():
         return None
@@ -67,7 +67,7 @@ def nccl_options(timeout: timedelta, urgent: bool) -> Any:
 
 
 def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort NCCL's communicators as one NCCL group: consecutive aborts can deadlock (PyTorch issue 119797)."""
+    """Abort NCCL communicators as one NCCL group, because separate aborts can deadlock (PyTorch issue 119797)."""
     leader = _nccl_of(groups[0]) if groups else None
     if leader is not None:
         leader._group_start()

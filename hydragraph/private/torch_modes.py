@@ -1,4 +1,4 @@
-"""PyTorch modes of the caller."""
+"""Isolation from the PyTorch modes of the caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.errors import Unsupported
 
 @contextmanager
 def own_modes(where: str) -> Iterator[None]:
-    """Run as if no mode were active: gradients are traced even under `no_grad` and `inference_mode`.
+    """Run the block as if no mode were active: gradients are traced even under `no_grad` and `inference_mode`.
 
     Raises:
         Unsupported: under autocast, or with a default dtype other than float32.
@@ -21,10 +21,10 @@ def own_modes(where: str) -> Iterator[None]:
     for kind in dict.fromkeys(("cpu", "cuda", device.type)):
         if kind != "meta" and torch.is_autocast_enabled(kind):
             what = f"it is called under torch.autocast for {torch.get_autocast_dtype(kind)}"
-            remedy = "call it outside of autocast: only compile's dtype= sets what the model computes in"
+            remedy = "call it outside of autocast: only compile's dtype= sets the dtype of the computation"
             raise Unsupported(what, where=where, remedy=remedy)
     if torch.get_default_dtype() is not torch.float32:
-        remedy = "set it back with torch.set_default_dtype(torch.float32) once the model is built, and pass dtype="
+        remedy = "call torch.set_default_dtype(torch.float32) after building the model, and pass dtype="
         raise Unsupported(f"torch's default dtype is {torch.get_default_dtype()}", where=where, remedy=remedy)
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
 _CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
-_ALIASES = aten_operators("detach alias")  # until PyTorch 2.13, and since
+_ALIASES = aten_operators("detach alias")  # detach until PyTorch 2.13, alias in later versions
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class TensorSpec:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return a size in the trace."""
+    """Return the value that a size has in the trace."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return a size for values of symbols, 7 by default."""
+    """Return the value of a size for given values of its symbols; other symbols are 7."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -64,7 +64,7 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Return whether a decision is the same for all sizes from 3, of a large sample."""
+    """Return whether a decision is true for all sizes of at least 3, tested on a large sample."""
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
@@ -78,17 +78,17 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
 
 
 def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
-    """Return a number's symbols."""
+    """Return the names of the symbols in a symbolic number."""
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 
 def is_counted(size: int | torch.SymInt) -> bool:
-    """Return whether a size depends on values, as in x[mask]."""
+    """Return whether a size depends on a tensor's values, as in x[mask]."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
-    """Return n if a size is n times a symbol."""
+    """Return n if a size is n times a symbol, else None."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr  # type: ignore[union-attr]
@@ -99,7 +99,7 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
-    """Return values' mode."""
+    """Return the fake mode of tensors."""
     mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
     assert mode is not None
     return mode
@@ -115,7 +115,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a traced tensor, if constant or a cast of one."""
+    """Return the number that fills a traced tensor, or None if the tensor is not a constant or its cast."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -130,7 +130,7 @@ def constant_of(value: torch.Tensor) -> float | None:
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Trace without the cache of fake results, garbage collection and stack traces, which take a third of a capture."""
+    """Trace without the cache of fake results, garbage collection and stack traces, which take a third of the time."""
     from torch._dynamo import config  # imports the compiler
 
     collects = gc.isenabled()
@@ -148,7 +148,7 @@ def one_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_convolution() -> Iterator[None]:
-    """Trace convolutions for any number of rows: PyTorch guards the example's kernel; all return the same layout."""
+    """Trace convolutions without PyTorch's guard on the kernel for the number of rows: all kernels give one layout."""
     choose: Any = torch._C._select_conv_backend
 
     def chosen(rows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -162,9 +162,9 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """Make decisions at once that are the same for all sizes, which torch.export leaves open.
+    """Make the decisions that are the same for all sizes while tracing; torch.export postpones them.
 
-    If they were left open, a view's strides would keep min(64, 64 * T), and attention would reject `is_causal=T > 1`.
+    Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """
     attention = F.scaled_dot_product_attention
 
@@ -181,7 +181,7 @@ def decided() -> Iterator[None]:
 
 
 class _Lists(TorchFunctionMode):
-    """Take x[..., [-2], :] as a slice: index tensors have no values on meta."""
+    """Converts x[..., [-2], :] to a slice, because index tensors have no values on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -190,21 +190,21 @@ class _Lists(TorchFunctionMode):
 
 
 def _one_place(index: Any) -> Any:
-    """Return the slice of one place that a list chooses, or the index."""
+    """Return a slice for a list of one index; return any other index unchanged."""
     alone = isinstance(index, list) and len(index) == 1 and type(index[0]) is int
     return slice(index[0], index[0] + 1 or None) if alone else index
 
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Make PyTorch's passes generate graphs' code on their first call."""
+    """Make PyTorch's passes generate the code of a graph only on the graph's first call."""
     with _use_lazy_graph_module(True):
         yield
 
 
 @contextlib.contextmanager
 def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
-    """Make symbols without stack traces, which import Inductor."""
+    """Create symbols without stack traces, which would import Inductor."""
 
     def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
         return SLoc(framework_loc, None), ""
@@ -214,7 +214,7 @@ def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
 
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
-    """Return a new size without assumptions; `number` identifies it."""
+    """Return a new symbolic size without assumptions, identified by `number`."""
     from torch._dynamo.source import ConstantSource  # imports the compiler
 
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -230,8 +230,8 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 def meta_as_cpu() -> Iterator[None]:
     """Make the meta device behave like the CPU.
 
-    Transformers' rotary embeddings ask whether it autocasts, and PyTorch's meta kernel of nll_loss returns wrong shapes
-    (seen in 2.13).
+    Rotary embeddings of transformers ask whether the meta device autocasts, and PyTorch's meta kernel of nll_loss
+    returns wrong shapes (seen in 2.13).
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
@@ -251,7 +251,7 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
-    """Make a fake CPU tensor per spec; equal names get the same symbol, and "T" is 2 * "T/2" if both occur."""
+    """Create a fake CPU tensor per spec; equal names share a symbol, and "T" is 2 * "T/2" if both names occur."""
     symbols = {name: new_symbol(mode, i, hint) for i, (name, hint) in enumerate(hints.items())}
     for name in symbols:
         whole, _, parts = name.partition("/")
@@ -269,9 +269,10 @@ def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[
 def trace_joint(
     graph: fx.GraphModule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], hints: dict[str, int]
 ) -> tuple[fx.GraphModule, list]:
-    """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
+    """Trace the forward and backward of a graph into one joint graph.
 
-    Gradients of unused or non-differentiable inputs are None.
+    The inputs of the joint graph are `primals_*` and `tangents_*`; its outputs are the graph's outputs, then the
+    gradients. Gradients of unused or non-differentiable inputs are None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
@@ -328,17 +329,17 @@ def partition(
     results = joint.graph.output_node().args[0]
     for node in ancestors_of(results[:outputs]):  # for the default partitioner
         node.meta["partitioner_tag"] = "is_forward"
-    # Imports much of Inductor.
+    # This import loads much of Inductor.
     from functorch.compile import default_partition, min_cut_rematerialization_partition
 
     cut = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}[partitioner]
-    # Inductor's own search imports its pattern matcher.
+    # `_drop_repeats` replaces Inductor's CSE, which would import its pattern matcher.
     with torch._functorch.config.patch(cse=False):
         return cut(joint, inputs, num_fwd_outputs=outputs)
 
 
 def _drop_repeats(graph: fx.Graph) -> None:
-    """Eliminate common subexpressions, but keep results distinct."""
+    """Eliminate common subexpressions, but do not merge results of the graph."""
     results = graph.output_node().all_input_nodes
     returned = {number for node in results for number in _memory(node)}
     first_by_key: dict[Any, fx.Node] = {}
@@ -360,7 +361,7 @@ def _memory(node: fx.Node) -> list[int]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether results differ between calls."""
+    """Return whether the result of an operator differs between calls."""
     return has_tag(node.target, torch.Tag.nondeterministic_seeded) or "empty" in str(node.target)
 
 
@@ -377,7 +378,7 @@ def _operands_key(value: Any) -> Any:
 def recompute(
     joint: fx.GraphModule, outputs: int, saved: Collection[str] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split like `partition`, saving only inputs of the backward and the values in `saved`."""
+    """Split like `partition`, but save only the graph's inputs and the values in `saved`."""
     results = list(joint.graph.output_node().args[0])
     backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
@@ -390,7 +391,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
     """Copy the nodes that some outputs need.
 
     Args:
-        keep: prefix of placeholders that are kept even if unused; "": none.
+        keep: prefix of the placeholders to keep even if unused; "": none.
         given: nodes that become placeholders.
     """
     graph = fx.Graph()
@@ -414,7 +415,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
 def ancestors_of(
     results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
 ) -> set[fx.Node]:
-    """Return the results and the nodes that they depend on, among those that `through` admits."""
+    """Return the results and all nodes that they depend on, restricted to nodes that `through` accepts."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:

@@ -17,16 +17,17 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def check_torch(version: str = str(torch.__version__)) -> None:
-    """Warn once, on one rank, if PyTorch is untested; raise Unsupported if too old."""
+    """Warn once, on one rank, if the PyTorch version is untested; raise Unsupported if it is too old."""
     release = ".".join(version.split(".")[:2])
     if release in TESTED:
         return
     if _number(release) < _number(TESTED[0]):
-        remedy = f"install torch>={TESTED[0]}: graphs of older versions hold for one number of tokens only"
+        remedy = f"install torch>={TESTED[0]}: graphs of older versions are valid for only one number of tokens"
         raise Unsupported(f"version {version}", where="PyTorch", remedy=remedy)
     if os.environ.get("RANK", "0") == "0":
         _LOG.warning(
-            "hydragraph is untested with PyTorch %s (tested: %s to %s); `hydragraph verify` compares with one device",
+            "hydragraph is untested with PyTorch %s (tested: %s to %s): "
+            "run `hydragraph verify` to compare with one device",
             *(version, TESTED[0], TESTED[-1]),
         )
 

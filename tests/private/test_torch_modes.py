@@ -65,7 +65,10 @@ def test_modes_change_nothing(mode: Callable[[], AbstractContextManager[Any]], m
     ("mode", "sentence"),
     [
         (autocast, "under torch.autocast for torch.bfloat16; call it outside of autocast"),
-        (lambda: default_dtype(torch.bfloat16), "torch's default dtype is torch.bfloat16; set it back"),
+        (
+            lambda: default_dtype(torch.bfloat16),
+            "torch's default dtype is torch.bfloat16; call torch.set_default_dtype",
+        ),
     ],
     ids=["autocast", "default dtype"],
 )
