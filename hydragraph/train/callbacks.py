@@ -1,4 +1,4 @@
-"""Callbacks of a run on rank 0: users' objects or loggers."""
+"""Callbacks that rank 0 calls during a run: users' objects or loggers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 
 
 class Callbacks:
-    """Calls those methods of EVENTS that objects define: on_start(config), on_step(metrics), on_evaluate(metrics),
-    on_checkpoint(step, path) and on_end().
+    """Calls the methods in EVENTS on all objects that define them: on_start(config), on_step(metrics),
+    on_evaluate(metrics), on_checkpoint(step, path) and on_end().
     """
 
     def __init__(self, objects: Sequence[object] = ()) -> None:
@@ -30,7 +30,7 @@ class Callbacks:
         return Callbacks([load_callback(name) for name in names])
 
     def call(self, event: str, *arguments: object) -> None:
-        """Call a method of all objects that define it; a RuntimeError names one that fails."""
+        """Call a method on all objects that define it; a RuntimeError names the callback that fails."""
         for callback in self._objects:
             method = getattr(callback, event, None)
             if method is None:
@@ -43,14 +43,16 @@ class Callbacks:
 
 
 def load_callback(name: str) -> object:
-    """Return the object "module:name", or an instance if it is a class; the working directory is searched first.
+    """Import the object "module:name"; if it is a class, return an instance. The working directory is searched first.
 
     Raises:
-        ValueError: it does not exist, or has no callback method.
+        ValueError: the object does not exist, or has no callback method.
     """
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon or not module or not attribute:
-        raise ValueError(f"callbacks: {name!r}: write module:name, such as my_callbacks:Printer, or wandb")
+        raise ValueError(
+            f"callbacks: {name!r} is not an import path: write module:name, such as my_callbacks:Printer, or wandb"
+        )
     path = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -59,11 +61,11 @@ def load_callback(name: str) -> object:
             callback = getattr(callback, part)
         callback = callback() if isinstance(callback, type) else callback
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"callbacks: {name!r} cannot be loaded ({error}): name an object, or a class") from error
+        raise ValueError(f"callbacks: {name!r} cannot be loaded ({error}): correct the name or the module") from error
     finally:
         sys.path[:] = path
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-        raise ValueError(f"callbacks: {name!r} has none of {', '.join(EVENTS)}: give it one of these methods")
+        raise ValueError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}: define one of them")
     return callback
 
 

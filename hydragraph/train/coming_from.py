@@ -6,12 +6,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with it
+TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with this file
 
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return a remedy by field."""
+    """Return the remedies by field name."""
     by_field: dict[str, str] = {}
     for fields, sentence in re.findall(r"^\| (`.+?) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""

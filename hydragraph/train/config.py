@@ -1,4 +1,4 @@
-"""A training run as nested frozen dataclasses that YAML mirrors field for field."""
+"""Config of a training run: nested frozen dataclasses with the same fields as the YAML file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
 def _strategies(value: object) -> tuple[str, ...]:
-    """Return strategies as texts; mappings become YAML on one line."""
+    """Return strategies as strings; a mapping becomes one line of YAML."""
     several = [value] if isinstance(value, str | Mapping) else value
     if isinstance(several, Sequence):
         several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]
@@ -58,7 +58,7 @@ def _strategies(value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The Hugging Face model to train: a new one, or the contents of a local directory.
+    """The Hugging Face model to train: a new model, or a model from a local directory.
 
     Attributes:
         architecture: name of a transformers class, such as LlamaForCausalLM, for a new model.
@@ -83,20 +83,20 @@ class ModelConfig:
         check_fields(self)
         if (self.path is not None) == (self.architecture is not None or self.weights is not None):
             raise ValueError(
-                "give either architecture, to train a new model, or path, to continue from a directory, or weights, "
-                "to do so without ever holding it whole"
+                "give architecture to train a new model, path to start from a directory, or weights to start from a "
+                "directory without loading the full model into one process"
             )
         if self.config is not None and not isinstance(self.config, Mapping):
             raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
         if self.config is not None and self.architecture is None and self.path is None:
             raise ValueError(
-                "config cannot change the model in weights: name the directory with path, or give architecture and the "
-                "whole config"
+                "config cannot change the model in weights: give path instead of weights, or give architecture and a "
+                "complete config"
             )
 
     @property
     def directory(self) -> str | None:
-        """Local directory that the model starts from."""
+        """Local directory from which the model is loaded."""
         return self.path or self.weights
 
 
@@ -148,10 +148,11 @@ class SourceConfig(CheckedFields):
 
     Attributes:
         paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, and directories that `datasets` saved.
-            Text, .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
-        suffixes: suffixes of the files to read from a directory; None: read the record files (.jsonl, .parquet, ...),
-            skipping test and validation files if there are training files; if there are no record files, read all text
-            files.
+            Text, .jsonl and CSV files may be compressed (.gz, .zst). "python-stdlib" is the source code of Python's
+            standard library.
+        suffixes: suffixes of the files to read from a directory. None: read all record files (.jsonl, .parquet, ...),
+            or all text files if the directory has no record files. If some record files are training splits, test and
+            validation splits are skipped.
         format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
             its completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels
             that may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`); "auto"
@@ -186,7 +187,7 @@ class SourceConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class MixedConfig(SourceConfig):
-    """A corpus of a mixture.
+    """One corpus of a mixture.
 
     Attributes:
         weight: relative share of this corpus in the training tokens.
@@ -197,12 +198,12 @@ class MixedConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.weight:
-            raise ValueError("weight is 0: leave the corpus out, or give it a weight above 0")
+            raise ValueError("weight is 0: remove the corpus, or give a weight above 0")
 
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """The training data, and how it becomes mini-batches.
+    """The training data, and how it is split into mini-batches.
 
     Attributes:
         mixture: several corpora, each with a weight, instead of `paths`.
@@ -242,16 +243,16 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         if self.mixture:
             if self.paths:
-                raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
+                raise ValueError("give paths or mixture, not both: each corpus of a mixture has its own paths")
             if self.max_samples is not None:
-                raise ValueError("max_samples next to a mixture: give it to the corpora of the mixture")
+                raise ValueError("max_samples does not apply to a mixture: set max_samples in its corpora instead")
             object.__setattr__(self, "paths", ())
         check_fields(self, *(["paths"] if self.mixture else []))
         for name, value in self.evaluation.items():
             if not name or not set(name) <= _NAME_LETTERS:
-                raise ValueError(f"evaluation: the name {name!r}: use letters, digits, - and _")
+                raise ValueError(f"evaluation: the name {name!r} is invalid: use letters, digits, - and _")
             if not isinstance(value, SourceConfig):
-                raise ValueError(f"evaluation.{name} is {value!r}: give it paths")
+                raise ValueError(f"evaluation.{name} is {value!r}: give a mapping with paths")
         if not isinstance(self.template_arguments, Mapping):
             raise ValueError(f"template_arguments is {self.template_arguments!r}: give a mapping")
 
@@ -272,10 +273,10 @@ class DataConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An elementwise class of torch.optim and its settings; None leaves a setting at the class's own default.
+    """An elementwise optimizer of torch.optim and its settings; None means the optimizer's default.
 
     Attributes:
-        name: name of the class, such as AdamW or SGD.
+        name: name of the optimizer class, such as AdamW or SGD.
         lr: the peak learning rate.
         weight_decay: weight decay of matrices; biases and norm weights do not decay.
         betas, eps, momentum: argument of the optimizer class.
@@ -302,7 +303,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the steps.
+    """The learning rate schedule.
 
     Attributes:
         warmup: number of steps over which the learning rate rises linearly to its peak.
@@ -327,11 +328,11 @@ class ScheduleConfig:
             raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
 
     def warmup_of(self, steps: int) -> int:
-        """Return the number of warm-up steps in a run of `steps`."""
+        """Return the number of warm-up steps in a run of `steps` steps."""
         return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
     def stable_until(self, steps: int) -> int:
-        """Return the last step at the peak in a run of `steps`."""
+        """Return the last step with the peak learning rate in a run of `steps` steps."""
         warmed = max(self.warmup_of(steps), 1)
         if self.decay != "wsd":
             return warmed
@@ -358,14 +359,14 @@ class CheckpointConfig:
         check_fields(self)
         if self.every != 1 and self.pieces is None:
             raise ValueError(
-                f"every is {self.every}, and counts the steps between checkpoints in pieces: also give pieces, or set "
-                "checkpoint_every for those in the run folder"
+                f"every is {self.every}, but pieces is not set: also set pieces, or set checkpoint_every for "
+                "checkpoints in the run folder"
             )
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The choice of a strategy for each step.
+    """How the strategy of each step is chosen.
 
     Attributes:
         choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
@@ -396,15 +397,15 @@ class PlanConfig:
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: also give the {needed}")
         if self.cluster is not None and not self.choose:
-            raise ValueError(f"cluster is {self.cluster!r}: set choose: true, which assigns sequences by it")
+            raise ValueError(f"cluster is {self.cluster!r}, but is used only with choose: set choose: true")
 
 
 @dataclass(frozen=True)
 class ElasticConfig:
     """How a run reacts to ranks that are lost, join, or are slower than others.
 
-    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. So do
-    runs whose `strategies: auto` measures the devices, unless a launcher starts each rank.
+    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. A run
+    whose `strategies: auto` measures the devices also survives lost ranks, unless a launcher starts each rank.
 
     Attributes:
         copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: after
@@ -419,7 +420,8 @@ class ElasticConfig:
             switch if the new plan pays off; needs `strategies: auto`, or `plan` with `choose` and a profile, and
             implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
         dry_run: report decisions without switching.
-        enter, leave: a rank counts as slow from `enter` times the time of its peers, until it is below `leave` times.
+        enter, leave: a rank becomes slow when it takes `enter` times as long as its peers, and recovers when it takes
+            less than `leave` times as long.
     """
 
     copies: int = 1
@@ -434,7 +436,7 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         if self.copies not in (1, 2) or isinstance(self.copies, bool):
-            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
+            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 to give all state a second owner")
         check_fields(self)
         if not 1 < self.leave < self.enter:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
@@ -454,8 +456,9 @@ class TrainConfig:
     Attributes:
         model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
         adapter: train only adapters, and save them in the format of `peft`; None: train all weights.
-        callbacks: objects or classes, as "module:name", that define any of on_step(metrics), on_evaluate(metrics) and
-            on_checkpoint(step, path), which are called on rank 0. "wandb" logs to Weights & Biases.
+        callbacks: objects or classes, as "module:name", that define any of on_start(config), on_step(metrics),
+            on_evaluate(metrics), on_checkpoint(step, path) and on_end(), which are called on rank 0. "wandb" logs to
+            Weights & Biases.
         objective: loss for pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
             {simpo: {...}} or {orpo: {...}}, or only the name, for the default settings; None: predict the next token.
         strategies: one or more strategies, each as text such as "<tp2,pp1> + <tp1,pp2>", as the path of a YAML file, or
@@ -544,7 +547,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._set("strategies", _strategies(self.strategies))
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            self._set("epochs", None)  # 0 means that steps count
+            self._set("epochs", None)  # 0: `steps` sets the length
         if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
             self._set("check", "off")
         check_fields(self)
@@ -556,9 +559,9 @@ class TrainConfig:
         callbacks: object = self.callbacks  # None or a list from YAML
         self._set("callbacks", () if callbacks in (None, (), []) else check_texts("callbacks", callbacks))
         if self.seed >= 2**63:
-            raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
+            raise ValueError(f"seed is {self.seed}: give a seed below 2**63")
         if self.adapter is not None and self.model.weights is not None:
-            raise ValueError("adapter needs the model in memory: name its directory with model.path, not weights")
+            raise ValueError("adapter needs the full model in memory: set model.path instead of model.weights")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -566,7 +569,7 @@ class TrainConfig:
     def _check_length(self) -> None:
         if self.epochs is None:
             if self.steps == 0 and not isinstance(self.steps, bool):
-                raise ValueError("steps is 0: give a whole number of at least 1, or epochs")
+                raise ValueError("steps is 0: give a whole number of at least 1, or set epochs")
             check_whole("steps", self.steps, 1)
             return
         check_number("epochs", self.epochs)
@@ -585,16 +588,16 @@ class TrainConfig:
             if setting and not self.evaluates:
                 raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
         if self.min_improvement and self.patience is None:
-            raise ValueError("min_improvement has no effect without patience: also set patience, or leave it out")
+            raise ValueError("min_improvement has no effect without patience: set patience, or remove min_improvement")
         if self.evaluates and not self.data.held_out and not self.data.evaluation:
             name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
             raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
 
     def _check_determinism(self) -> None:
         if self.deterministic and self.backend == "inductor":
-            raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
+            raise ValueError('deterministic: Inductor\'s code depends on earlier sizes: set backend to "eager"')
         if self.deterministic and self.push_dtype != "float32":
-            raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
+            raise ValueError(f"push_dtype is {self.push_dtype}, which is not deterministic: leave push_dtype out")
 
     def _check_data(self) -> None:
         """Check that sequences fit into a mini-batch; for an objective, set the format of all corpora."""
@@ -602,19 +605,20 @@ class TrainConfig:
         if data.max_length > data.tokens_per_step:
             raise ValueError(
                 f"data.max_length is {data.max_length}, but data.tokens_per_step is only {data.tokens_per_step}: a "
-                "whole sequence must fit into a mini-batch"
+                "sequence must fit into a mini-batch: raise data.tokens_per_step or lower data.max_length"
             )
         if self.objective is None:
             return
         if self.label_smoothing:
             raise ValueError(
-                "label_smoothing applies to cross-entropy: leave it out; DPO has objective.dpo.label_smoothing"
+                "label_smoothing does not apply to an objective: leave label_smoothing out; DPO has "
+                "objective.dpo.label_smoothing"
             )
         for source in (data, *data.sources, *data.evaluation.values()):
             if source.format not in ("auto", "preference"):
                 raise ValueError(
-                    f"data.format is {source.format}, but the objective compares two answers: leave format out, and "
-                    "give records with a prompt, chosen and rejected"
+                    f"data.format is {source.format}, but the objective compares two answers: leave data.format "
+                    "out, and give records with the fields prompt, chosen and rejected"
                 )
         if 2 * data.max_length > data.tokens_per_step:
             raise ValueError(
@@ -626,20 +630,20 @@ class TrainConfig:
         self._set("data", replace(data, format="preference", mixture=mixture, evaluation=evaluation))
 
     def _check_ranks(self) -> None:
-        """Check the choice of strategies, and the reaction to lost or slow ranks."""
+        """Check the settings of strategies, and of lost or slow ranks."""
         elastic = self.elastic
         if elastic.copies > self.home.copies:
             self._set("home", replace(self.home, copies=elastic.copies))
         if elastic.min_ranks is not None and elastic.min_ranks > self.ranks > 1:
-            raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, and ranks {self.ranks}: give fewer")
+            raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, but ranks is {self.ranks}: lower min_ranks")
         if self.automatic and len(self.strategies) > 1:
-            raise ValueError("strategies: auto stands alone: leave out the others, or name only strategies")
+            raise ValueError("strategies: auto cannot be combined with other strategies: remove auto, or the others")
         if self.automatic and not self.plan.choose:
             self._set("plan", replace(self.plan, choose=True))
         if elastic.replan and not self.automatic and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
-                "elastic.replan needs strategies: auto, or plan: {choose: true, profile: profile.json} (a file that "
-                "hydragraph profile writes): plans are priced by what was measured"
+                "elastic.replan needs measured costs: set strategies: auto, or plan: {choose: true, profile: "
+                "profile.json} with a file that hydragraph profile wrote"
             )
         if elastic.dry_run and not self.replans:
             raise ValueError("elastic: dry_run has no effect without replan: also set replan, or leave dry_run out")
@@ -650,12 +654,12 @@ class TrainConfig:
 
     @property
     def automatic(self) -> bool:
-        """Whether strategies are proposed for the data."""
+        """Whether the planner proposes the strategies."""
         return "auto" in self.strategies
 
     @property
     def replans(self) -> bool:
-        """Whether the run plans again when ranks become slow or steps take other times than expected."""
+        """Whether the run plans again when ranks become slow or steps take longer or shorter than expected."""
         return self.measures if self.elastic.replan is None else self.elastic.replan
 
     @property
@@ -672,19 +676,19 @@ class TrainConfig:
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a YAML file, and apply overrides such as "optimizer.lr=1e-3".
 
-        The file is checked without and with the overrides.
+        The config is checked before and after the overrides are applied.
 
         Raises:
-            ValueError: a field is unknown, missing or wrong.
+            ValueError: a field is unknown, missing or invalid.
         """
         return overridden(load_record(cls, path, "the config", remedies()), overrides)
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read YAML text; otherwise as `load`.
+        """Read a config from YAML text, and apply overrides as `load` does.
 
         Raises:
-            ValueError: a field is unknown, missing or wrong.
+            ValueError: a field is unknown, missing or invalid.
         """
         return overridden(from_record(cls, parse_yaml(text), name="the config", hints=remedies()), overrides)
 

@@ -1,4 +1,4 @@
-"""Checks of a config before the data are prepared."""
+"""Checks of a config before the data is prepared."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hydragraph.train.model import adapted, directory_of, dropout_rates, skeleto
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
-_BYTES_AND_END = 257  # tokens of the smallest new tokenizer: 256 bytes and the end of a text
+_BYTES_AND_END = 257  # vocabulary of the smallest new tokenizer: 256 bytes and the end-of-text token
 _PASSES = 1000  # maximum passes over the data in one step
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
-    """Check what needs no data; errors are ValueErrors, and OSErrors of files."""
+    """Check the settings that do not depend on the data; raise ValueError, or OSError for files."""
     _check_device(config.device)
     _check_optimizer(config)
     read_costs(config.plan, ranks)
@@ -38,7 +38,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     if config.model.directory is not None:
         directory_of(config.model)
     if config.trust and config.compiled is None:
-        raise ValueError("trust is about the code in a compiled folder: name one with compiled, or leave trust out")
+        raise ValueError("trust has no effect without compiled: set compiled to a folder, or leave trust out")
     model = skeleton(config.model, config.data.vocab_size)
     _check_model(config, model)
     model = adapted(model, config.adapter, config.seed)
@@ -50,7 +50,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     if positions is not None and positions[0] < config.data.max_length:
         raise ValueError(
             f"data.max_length is {config.data.max_length}, but the model has {positions[0]} positions "
-            f"({positions[1]}): lower data.max_length, or build a model with more"
+            f"({positions[1]}): lower data.max_length, or use a model with more positions"
         )
 
 
@@ -59,25 +59,25 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
     head: Any = getattr(model, "get_output_embeddings", None)
     if not callable(head) or head() is None:
         name = type(model).__name__
-        raise ValueError(f"model.architecture: {name} has no head that scores tokens: use one such as LlamaForCausalLM")
+        raise ValueError(f"model.architecture: {name} has no language model head: use a class such as LlamaForCausalLM")
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
     # If keys come from a smaller projection (DeepSeek), the number of key heads is meaningless.
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
     if projected and heads and groups and heads % groups:
         raise ValueError(
-            f"model.config: {heads} attention heads (num_attention_heads) cannot share {groups} heads of keys and "
-            "values (num_key_value_heads): give a number that divides them"
+            f"model.config: num_attention_heads is {heads}, and num_key_value_heads is {groups}: set "
+            "num_key_value_heads to a divisor of num_attention_heads"
         )
     vocabulary = (config.model.config or {}).get("vocab_size")
     if config.data.tokenizer is None and isinstance(vocabulary, int) and vocabulary < _BYTES_AND_END:
         raise ValueError(
             f"model.config.vocab_size is {vocabulary}, but a new tokenizer has at least {_BYTES_AND_END} tokens: leave "
-            "it out, or give the larger of that and data.vocab_size"
+            "model.config.vocab_size out, or set it to at least data.vocab_size"
         )
 
 
 def _size(config: object, name: str) -> int | None:
-    """Return a size in a model's config; None: none, or one per layer."""
+    """Return a size from a model's config; None if the size is missing or differs between layers."""
     try:
         size = getattr(config, name, None)
     except RuntimeError:
@@ -87,11 +87,11 @@ def _size(config: object, name: str) -> int | None:
 
 def _check_device(device: str | None) -> None:
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-        raise ValueError(f"device {device!r}: use cpu, or cuda for each rank's GPU")
+        raise ValueError(f"device {device!r}: use cpu, or cuda, which gives each rank its own GPU")
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    """Build the optimizer for one matrix, to reject wrong settings and optimizers."""
+    """Build the optimizer for one matrix, to reject unsupported optimizers and invalid settings."""
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)
@@ -125,8 +125,8 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 def check_budget(config: TrainConfig, tokens: int) -> None:
     if config.data.tokens_per_step > _PASSES * tokens:
         raise ValueError(
-            f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: each "
-            f"step would pass over it {config.data.tokens_per_step / tokens:,.0f} times: lower data.tokens_per_step"
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, but the data has only {tokens:,} tokens: each "
+            f"step would read the data {config.data.tokens_per_step / tokens:,.0f} times: lower data.tokens_per_step"
         )
 
 
@@ -141,28 +141,28 @@ def remarks(
     """Yield a sentence for each setting that may be unintended."""
     tokens = batches.tokens
     if config.schedule.warmup >= steps:
-        warmup = f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps"
-        yield f"{warmup}: the learning rate is still rising when it ends"
+        warmup = f"schedule.warmup is {config.schedule.warmup}, but the run has only {steps} steps"
+        yield f"{warmup}: the learning rate is still rising when the run ends"
     if config.data.tokens_per_step > tokens:
         passes = config.data.tokens_per_step / tokens
         yield (
-            f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: "
-            f"each step passes over it {passes:.1f} times"
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, but the data has only {tokens:,} tokens: "
+            f"each step reads the data {passes:.1f} times"
         )
     elif config.epochs:
         steps_per_epoch = steps / config.epochs
         yield (
-            f"{config.epochs:g} passes over the data's {tokens:,} tokens are {steps:,} steps, "
-            f"{steps_per_epoch:,.1f} each"
+            f"{config.epochs:g} epochs of {tokens:,} tokens take {steps:,} steps, "
+            f"{steps_per_epoch:,.1f} steps per epoch"
         )
     elif (budget := config.steps * config.data.tokens_per_step) > tokens:
         yield (
-            f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens are {budget:,}, and all the data has "
-            f"{tokens:,}: the run passes over it about {budget / tokens:.1f} times"
+            f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens read {budget:,} tokens, but the data "
+            f"has only {tokens:,}: the run reads the data about {budget / tokens:.1f} times"
         )
     if rates := dropout_rates(model):
         said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        how = "trains with" if config.model.dropout else "leaves out (model.dropout: false)"
+        how = "trains with" if config.model.dropout else "disables (model.dropout: false)"
         yield f"the run {how} the dropout of the model's config: {said}"
     for i, strategy in enumerate(strategies):
         same = strategies.index(strategy)

@@ -32,7 +32,7 @@ STDLIB = "python-stdlib"
 _ENCODING = 4  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# Tests contain broken files.
+# Python's tests contain files that are broken on purpose.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
 # Current activity, number of finished documents, and finished fraction (0: none, or unknown).
@@ -41,7 +41,7 @@ Progress = Callable[[str, int, float], None]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A prepared corpus; `directory` holds the tokenizer's files and the token files."""
+    """A prepared corpus; `directory` contains the tokenizer's files and the token files."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -72,22 +72,22 @@ def check_data(config: TrainConfig) -> None:
         formats = corpus.formats(*_read_from(source))
         if source.format in ("chat", "completion") and "text" in formats:
             raise ValueError(
-                f"data.format is {source.format}, which .jsonl files and tables hold, but there are text files: leave "
-                "format out, or take only the others by data.suffixes"
+                f"data.format is {source.format}, but the corpus also has text files, which cannot have this format: "
+                "leave data.format out, or exclude the text files with data.suffixes"
             )
         holds |= formats
     if not holds:
         raise ValueError(_NO_TEXT)
     if "preference" in holds and config.objective is None:
         raise ValueError(
-            "the data are pairs of answers (chosen, rejected): set objective: {dpo: {beta: 0.1}}, or, to train on the "
-            "preferred answers alone, data.format: completion and data.completion_field: chosen"
+            "the data has pairs of answers (chosen, rejected): set objective: {dpo: {beta: 0.1}}; to train only on the "
+            "preferred answers, set data.format: completion and data.completion_field: chosen"
         )
     existing = _known_tokenizer(config)
     if existing is not None:
         tokenizer.end_id(tokenizer.load(existing), existing.parent)
     elif "tokens" in holds:
-        raise ValueError("the data hold token ids: set data.tokenizer to the tokenizer that made them")
+        raise ValueError("the data has token ids: set data.tokenizer to the tokenizer that produced them")
     template = _template_text(config, existing, "chat" in holds)
     if "chat" in holds and template is None:
         raise ValueError(
@@ -104,11 +104,11 @@ def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
         kept = sum(len(_training_stream(config, i, file, split).chunks) for split in _splits(config.data))
         if out := (len(file) - kept) // 2:
             yield (
-                f"{out:,} of {len(file) // 2:,} pairs{where} are left out: within data.max_length, {most} tokens, an "
-                f"answer of theirs has {'its prompt only' if config.data.overlong == 'cut' else 'no room'}"
+                f"{out:,} of {len(file) // 2:,} pairs{where} are skipped: within data.max_length, {most} tokens, an "
+                f"answer {'has no tokens after its prompt' if config.data.overlong == 'cut' else 'does not fit'}"
             )
         if longer and config.data.overlong == "cut":
-            yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and are cut there"
+            yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and are truncated"
 
 
 def _splits(data: DataConfig) -> tuple[Split, ...]:
@@ -118,7 +118,7 @@ def _splits(data: DataConfig) -> tuple[Split, ...]:
 def data_remarks(config: TrainConfig) -> Iterator[str]:
     try:
         template = _template_text(config, _known_tokenizer(config), chats=True)
-    except ValueError:  # which `check_data` and the run raise
+    except ValueError:  # `check_data` and the run raise it
         template = None
     for source in (*config.data.sources, *config.data.evaluation.values()):
         paths = _paths(source)
@@ -126,16 +126,16 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         if omitted:
             more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
             remedy = "name the files in paths or in evaluation, or set suffixes"
-            yield f"data that is not read: {', '.join(omitted[:3])}{more}; {remedy}"
+            yield f"these data files are not read: {', '.join(omitted[:3])}{more}; {remedy}"
         fields = corpus.unread(paths, source.suffixes, source.fields, template)
         if fields:
-            yield f"fields of the data that are not read: {', '.join(fields)}"
+            yield f"these fields of the data are not read: {', '.join(fields)}"
 
 
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
-    """Make the tokenizer and the token files of a run unless they are cached; return their directory.
+    """Create the tokenizer and the token files of a run unless they are cached; return their directory.
 
-    The next call continues an interrupted preparation.
+    If a preparation is interrupted, the next call continues it.
 
     Raises:
         ValueError: the corpus or the tokenizer is unusable.
@@ -149,12 +149,12 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
     with _alone(partial):
-        if _is_whole(directory, names):  # another process made it
+        if _is_whole(directory, names):  # another process created the directory
             return directory
         check_data(config)
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
-        except ValueError:  # the data will change
+        except ValueError:  # the partial files are useless once the user changes the data
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
@@ -259,12 +259,12 @@ def _read_template(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise ValueError(
-            f"data.chat_template: {path} does not exist: name the file of a template, or chatml, or write the template"
+            f"data.chat_template: {path} does not exist: give a template file, chatml, or the template itself"
         )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.chat_template: {path} is not UTF-8 text ({error}): name a Jinja template") from error
+        raise ValueError(f"data.chat_template: {path} is not UTF-8 text ({error}): give a Jinja template") from error
 
 
 def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
@@ -274,9 +274,9 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
-    """Return the minimum vocabulary of a run's model and the id that ends a text, without preparing anything.
+    """Return the minimum vocabulary size of a run's model and the end-of-text id, without preparing the data.
 
-    None if the tokenizer is not trained yet.
+    Return None if the tokenizer is not trained yet.
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
@@ -290,7 +290,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Verify the token files; a ValueError names a damaged one, to be deleted."""
+    """Verify the token files; a ValueError names the damaged file, which must be deleted."""
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
         file = TokenFile.open(directory / name)
@@ -313,7 +313,7 @@ def _is_whole(directory: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Make the directory, and lock it."""
+    """Create the directory, and lock it during the block."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -328,7 +328,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return the endless training mini-batches; a ValueError refuses an overlong document."""
+    """Return an endless stream of training mini-batches; with `overlong: refuse`, a long document is a ValueError."""
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -354,8 +354,9 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
         first = int(longer[0])
         placed = next(islice(corpus.documents(*_read_from(source)), first, None))
         raise ValueError(
-            f"{placed.place}: {file.lengths[first]} tokens, and data.max_length is {data.max_length} "
-            f"({len(longer)} of {len(file)} documents are longer): raise it, or set data.overlong to cut or drop"
+            f"{placed.place}: {file.lengths[first]} tokens, but data.max_length is {data.max_length} "
+            f"({len(longer)} of {len(file)} documents are too long): raise data.max_length, or set data.overlong to "
+            "cut or drop"
         )
 
 
@@ -381,10 +382,10 @@ def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[Mi
 
 
 def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
-    """Return the number of training mini-batches: `steps`, or those of `epochs` passes over `batches`.
+    """Return the number of training steps: `steps`, or the number of mini-batches in `epochs` passes over the data.
 
     Args:
-        batches: a stream from the start, which is consumed.
+        batches: stream at its first mini-batch; the stream is consumed.
     """
     if config.epochs is None:
         return config.steps
@@ -397,10 +398,11 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
 
 
 def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> frozenset[int]:
-    """Return the steps that complete 1, 2, 3, ... of `parts` equal parts of each pass over the data; none for 0 parts.
+    """Divide each epoch into `parts` equal parts, and return the steps that complete a part.
 
     Args:
-        batches: a stream from the start, which is consumed.
+        batches: stream at its first mini-batch; the stream is consumed.
+        parts: number of parts; 0: return no steps.
     """
     complete = set[int]()
     drawn = 0
@@ -436,7 +438,7 @@ def _known_tokenizer(config: TrainConfig) -> Path | None:
         if not (path / _TOKENIZER).is_file():
             where = "model.path" if config.model.path is not None else "model.weights"
             raise ValueError(
-                f"{where} {path} holds no tokenizer.json: set data.tokenizer to one, or to a directory with one"
+                f"{where} {path} holds no tokenizer.json: set data.tokenizer to a tokenizer.json or its directory"
             )
     else:
         return None
@@ -458,7 +460,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # Keys of older caches stay valid.
+        # Without `max_samples`, the key equals that of older versions.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, source in _token_files(data).items()
     ]
@@ -473,4 +475,4 @@ def _counted(texts: Iterable[str], progress: Progress, part: Callable[[], float]
             progress("training a tokenizer", count, part())
         yield text
     progress("training a tokenizer", count, 1.0)
-    progress("merging what the tokenizer found", 0, 0.0)
+    progress("computing the tokenizer's merges", 0, 0.0)

@@ -1,4 +1,4 @@
-"""Checks of a config's fields, which raise a ValueError with the field and the remedy."""
+"""Checks of config fields; a ValueError names the field and the remedy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 def check_text(name: str, value: object) -> None:
     if not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"{name} is {value!r}: give a text")
+        raise ValueError(f"{name} is {value!r}: give a non-empty string")
 
 
 def check_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a list of at least one text as a tuple."""
+    """Return a list of at least one string as a tuple."""
     if isinstance(value, str) and value.strip():
         raise ValueError(f"{name} is {value!r}: give a list, as in {name}: [{value}]")
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"{name} is {value!r}: give a list of at least one text")
+        raise ValueError(f"{name} is {value!r}: give a list of at least one string")
     for item in value:
         check_text(name, item)
     return tuple(value)
@@ -47,14 +47,14 @@ def check_number(name: str, value: object, least: float = 0) -> None:
 
 
 def check_fraction(name: str, value: object, one: bool = False) -> None:
-    """Check that a value is at least 0, and below 1 or, with `one`, at most 1."""
+    """Check that a value is at least 0 and below 1; with `one`, 1 is also allowed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
 
 
 def similar(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return a remedy for an unknown name: the most similar known one, or else `otherwise`."""
+    """Return a remedy for an unknown name: the most similar known name, or else `otherwise`."""
     close = get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
@@ -68,7 +68,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check the fields of a frozen dataclass by their types: those above, `bool` and `str`, optionally with None."""
+    """Check the fields of a frozen dataclass by type: the types above, `bool` and `str`, optionally with None."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)
@@ -90,7 +90,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_of(hint: Any) -> Any:
-    """Return the check of a type; None: it has none."""
+    """Return the check for a type, or None if the type has no check."""
     if get_origin(hint) in (Union, UnionType):
         hints = [part for part in get_args(hint) if part is not type(None)]
         return check_of(hints[0]) if len(hints) == 1 else None

@@ -1,11 +1,11 @@
-"""Goodput: the part of a run's wall time at full speed (docs/design/elastic.md).
+"""Goodput: the fraction of a run's wall time that is spent at full speed (docs/design/elastic.md).
 
-With n tokens between the ends of two steps that count, and an undisturbed rate of r tokens per second:
+If a run trains n tokens between the ends of two logged steps, and undisturbed steps train r tokens per second:
 
-    between two ends  =  at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
+    time between the ends  =  time at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
 
-After a pause, the rest is lost work, otherwise the extra time of fewer or slow ranks. Undisturbed steps have all
-ranks, none slow, and no pause.
+If the interval has a pause, the rest is lost work; otherwise, it is the extra time due to missing or slow ranks. A step
+is undisturbed if no rank is missing or slow and no pause occurs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 @dataclass(frozen=True)
 class WallTime:
-    """Parts of the wall time of a run, whose sum is `seconds`.
+    """Parts of a run's wall time, which add up to `seconds`.
 
     Attributes:
-        seconds: time from the end of the first step to the end of the last, without stops.
+        seconds: time from the end of the first step to the end of the last step, without stops of the run.
         rate: tokens per second of undisturbed steps; 0: unknown.
-        lost_s: repeated work, and time until failures were noticed.
-        slower_s: extra time of steps; negative if they were faster.
+        lost_s: time of repeated work, and time until failures were detected.
+        slower_s: extra time compared with undisturbed steps; negative if the steps were faster.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Fraction of the undisturbed rate; None if that rate is unknown."""
+        """Achieved fraction of the undisturbed rate; None if the undisturbed rate is unknown."""
         return self.full_s / self.seconds if self.rate else None
 
 
@@ -63,7 +63,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
     """Split the wall time of a run; None if fewer than two steps have an end time.
 
     Args:
-        rate: undisturbed tokens per second of another run; None: the run's own.
+        rate: tokens per second of another, undisturbed run; None: the rate of this run's undisturbed steps.
     """
     gaps = list(_gaps(metrics, events))
     seconds = sum(gap.seconds for gap in gaps)

@@ -36,7 +36,7 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
 def export_checkpoint(
     folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Checkpoint:
-    """Write the model and tokenizer of a run's checkpoint; return the checkpoint.
+    """Export the model and tokenizer of a run's checkpoint; return the checkpoint.
 
     Args:
         dtype: dtype of the weights, except those that the model keeps in float32.
@@ -45,12 +45,12 @@ def export_checkpoint(
         ValueError: the checkpoint is missing or damaged, or the directory is not empty.
     """
     if not folder.config.is_file():
-        raise ValueError(f"{folder.path} is not a run: it has no {folder.config.name}: name a run's output folder")
+        raise ValueError(f"{folder.path} has no {folder.config.name}, so it is not a run: pass a run's output folder")
     chosen = folder.chosen(step)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--to {directory} is not empty: name an empty or new directory")
     if not (folder.tokenizer / "tokenizer.json").is_file():
-        raise ValueError(f"{folder.tokenizer} holds no tokenizer.json: it is incomplete, so nothing can be exported")
+        raise ValueError(f"{folder.tokenizer} holds no tokenizer.json: resume the run, which writes it again")
     write_model(folder, chosen.path, directory, merged, dtype)
     return chosen
 
@@ -65,7 +65,7 @@ def write_model(
     model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
     shell = check_shell(Shell.of(model), merged)
     names, tensors = tensor_names(model), read_weights(checkpoint)
-    if not tensors.keys() >= set(names.values()):  # a checkpoint of a version that saved no buffers
+    if not tensors.keys() >= set(names.values()):  # older versions did not save buffers
         tensors = {**initial_buffers(model), **tensors}
     kept = shell.keys(merged)
     state = {key: tensors[source] for key, source in names.items() if kept is None or key in kept}

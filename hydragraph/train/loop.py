@@ -1,4 +1,4 @@
-"""The training loop of every rank."""
+"""The training loop, which every rank runs."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
 
-# Requests a move of state; larger than any signal.
+# Stop reason that requests a move of state; larger than any signal number.
 MOVES = 500
 TRACED_STEPS = 12
-# Settings that are arguments of `hydragraph.compile`.
+# Config fields that are passed to `hydragraph.compile`.
 _PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
 
 
@@ -84,16 +84,16 @@ def train(
     step: int | None = None,
     stopping: Requests | None = None,
 ) -> RunOutcome:
-    """Run a whole training on all launched ranks.
+    """Run a training from start to end on all launched ranks.
 
     Args:
         trace: record the first steps for Perfetto.
-        stopping: one request on any rank makes all ranks save and return.
+        stopping: a stop request on any rank makes all ranks save and return.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
-        OSError: a file cannot be written; the last checkpoint stays.
-        FloatingPointError: a loss or gradient is not finite; no update was made.
+        OSError: a file cannot be written; the last checkpoint remains valid.
+        FloatingPointError: a loss or gradient is not finite; the weights are not updated.
     """
     world = join(config.device)
     folder = RunFolder(Path(config.output))
@@ -136,8 +136,8 @@ class _RunInputs:
     """Inputs of a run, built by every rank.
 
     Attributes:
-        config: with epochs converted to steps.
-        reference: scores before training, perhaps incomplete; None: not needed.
+        config: the config, with epochs converted to steps.
+        reference: scores of answers before training, possibly incomplete; None: the loss needs no scores.
         anew: returns the run's mini-batches from the start.
     """
 
@@ -191,7 +191,7 @@ def _session(
 ) -> RunOutcome:
     leader = watcher if world.rank == 0 else None
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
-    together(world, "checking the places of pieces", world.local_rank == 0, lambda: check_places(config))
+    together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
     prepared = _RunInputs.of(config, tokens, _model(config, tokens), world.ranks, folder)
@@ -206,7 +206,7 @@ def _session(
         executor.load_pretrained(Path(config.model.weights))
     with stopping.working(), ExitStack() as stack:
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
-        # after all checks, because it may remove an earlier run
+        # `begin` may delete an earlier run, so all checks come first.
         begin = partial(folder.begin, config, start.begin, start.step)
         last = together(world, "creating the run's folder", world.rank == 0, begin)[0]
         if leader is not None:
@@ -223,14 +223,14 @@ def _session(
             done = extra.get("step", last.step)
             if done > config.steps:
                 raise ValueError(
-                    f"checkpoint pieces after step {done} are past the last step: set steps to {done} or more"
+                    f"the checkpoint pieces are from step {done}, after the last step: set steps to {done} or more"
                 )
             if leader is not None:
                 _note_resumed(config, folder, leader, world.ranks, done, last, changed)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        alone = world.ranks == 1  # there is no other plan or home
+        alone = world.ranks == 1  # one rank has no other plan or home
         watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
@@ -270,10 +270,10 @@ def _session(
 def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
     config = prepared.config
     if start.last is not None and start.last.step > config.steps:
-        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
+        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise epochs")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # for its errors
+        evaluation_streams(config, prepared.tokens)  # raises errors before training
 
 
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
@@ -286,7 +286,7 @@ def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mi
 def _score(
     prepared: _RunInputs, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
 ) -> int:
-    """Complete the reference; return the stop signal, or 0."""
+    """Compute missing reference scores; return the stop signal, or 0."""
     reference, weights = prepared.reference, prepared.config.model.weights
     missing = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
@@ -299,7 +299,7 @@ def _score(
 def _note_resumed(
     config: TrainConfig, folder: RunFolder, leader: Watcher, ranks: int, done: int, last: Checkpoint, changed: str
 ) -> None:
-    since = f"; changed since: {changed}" if changed else ""
+    since = f"; changed settings: {changed}" if changed else ""
     source = "checkpoint pieces" if done > last.step else last.path
     sentence = f"continuing after step {done} of {config.steps}, from {source}{since}"
     append_event(folder.events, RunEvent(done, "resumed", tuple(range(ranks)), 0.0, sentence))
@@ -351,7 +351,7 @@ def _join_run(
 def _follow(
     run: Run, state: TrainState, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
 ) -> RunOutcome:
-    """Train to the end, on remaining and joining ranks if some are lost."""
+    """Train to the end; if ranks are lost, continue on the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
     changed = state.done < 0  # this rank is joining
     while True:
@@ -364,7 +364,7 @@ def _follow(
                 if ending:
                     return _end_early(run, state, ending)
                 if (elastic() or run.pieces is not None) and not state.done and not state.kept:
-                    checkpoint(run, state)  # a loss may precede the first scheduled checkpoint
+                    checkpoint(run, state)  # a rank may be lost before the first scheduled checkpoint
                 stopped = _steps(run, state, stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
@@ -373,7 +373,7 @@ def _follow(
                 if not stopped:
                     finish(run, model, tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # ranks that fail before this meet again
+                    run.world.gather(None)  # if a rank fails before this, all ranks meet again
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -386,7 +386,7 @@ def _follow(
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end and return 0, or until a rank is asked to stop and return the reason."""
+    """Train to the end and return 0; if a rank is asked to stop, return the reason early."""
     config = run.config
     executor = run.executor
     executor.listens = lambda: stopping.signal  # also called during a step
@@ -422,7 +422,7 @@ def _stop_early(run: Run, state: TrainState) -> None:
         least = f" by more than {run.config.min_improvement:g}" if run.config.min_improvement else ""
         run.watcher.note(
             f"ending after step {state.done} of {run.config.steps}: the evaluation loss has not fallen{least} in "
-            f"{run.config.patience} evaluations (patience); it was lowest after step {best}"
+            f"{run.config.patience} evaluations (patience); the lowest loss was after step {best}"
         )
 
 
@@ -441,7 +441,7 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Start to move a part of the state to its new home; all ranks call it."""
+    """Start to move a part of the state to its new home; must be called on all ranks."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
@@ -467,7 +467,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         report: StepReport = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # it may be the last checkpoint
+            run.executor.wait_saved()  # a pending checkpoint may be the last one
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step
@@ -487,14 +487,16 @@ def _meets_after(run: Run, step: int) -> bool:
 
 
 def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
-    """Save and end: with an error, unless all ranks were asked to leave."""
+    """Save and end the run; raise TooFewRanks unless all ranks were asked to leave."""
     if state.saved < state.done:
         checkpoint(run, state)
     if run.config.checkpoint.asynchronous:
         settle_checkpoints(run)
     run.executor.close()
     if ending != ALL_LEAVE:
-        raise TooFewRanks(f"{ending}: saved after step {state.done}, in {run.folder.place(state.done)} (--resume)")
+        raise TooFewRanks(
+            f"{ending}: saved the state after step {state.done} in {run.folder.place(state.done)} (--resume)"
+        )
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
 
 
@@ -513,7 +515,7 @@ def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
-    """Return the model, on the meta device with `model.weights`."""
+    """Return the model; with `model.weights`, it is on the meta device."""
     sizes = (tokens.vocabulary, tokens.end_of_text)
     if config.model.weights is None:
         return adapted(build_model(config.model, *sizes, config.seed), config.adapter, config.seed)
@@ -523,7 +525,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, prepared by one rank per host; a ValueError refuses different corpora."""
+    """Return the corpus, which one rank per host prepares; raise ValueError if the hosts' corpora differ."""
     watched = watcher.preparing
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))
@@ -531,5 +533,5 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     fingerprints = world.gather(tokens.fingerprint)
     if len(set(fingerprints)) > 1:
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-        raise ValueError(f"data: rank {different} read another corpus than rank 0: give every host the same files")
+        raise ValueError(f"data: rank {different} and rank 0 read different corpora: give every host the same files")
     return tokens

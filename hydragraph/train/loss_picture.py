@@ -32,7 +32,7 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw losses by strategy to a PNG file; below them events by kind, and pauses."""
+    """Draw a PNG file of the losses by strategy, with events by kind and pauses below."""
     # pyplot would change the user's backend.
     from matplotlib.figure import Figure
 
@@ -58,14 +58,14 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Return means over neighbours, with weights `weight`^distance.
+    """Smooth a curve by weighted means over neighbors, with weights `weight`^distance.
 
-    A mean uses equally many values before and after a point, except near the end.
+    A mean uses the same number of values before and after a point, except near the end.
     """
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))
-    # Further weights are below 1/1000.
+    # Weights at larger distances are below 1/1000.
     reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
     for distance in range(1, min(reach, len(curve) - 1) + 1):
         part = weight**distance
@@ -83,7 +83,7 @@ def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
     for i, strategy in enumerate(strategies):
         chosen = [m for m in metrics if m.strategy == strategy]
         steps, losses = [m.step for m in chosen], [m.loss for m in chosen]
-        # Fingerprints distinguish equal names.
+        # The full text includes a fingerprint, which distinguishes equal names.
         label = names[i] if names.count(names[i]) == 1 else strategy
         axes.plot(steps, losses, ".", color=f"C{i}", alpha=0.6, markersize=5, label=label)
     smooth = smoothed([m.loss for m in metrics])

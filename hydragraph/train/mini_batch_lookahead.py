@@ -14,7 +14,7 @@ class Ahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
     Args:
-        count: mini-batches to plan ahead.
+        count: number of mini-batches to plan ahead.
 
     Attributes:
         position: position of the source after the last returned mini-batch.
@@ -32,7 +32,7 @@ class Ahead:
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:
-        """Return the next mini-batch; `left`: number of mini-batches left, with this one."""
+        """Return the next mini-batch; `left` is the number of remaining mini-batches, including this one."""
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)

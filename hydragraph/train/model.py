@@ -19,7 +19,7 @@ from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, Trai
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
-# Settings of dropout rates in training, except those of other heads.
+# Names of dropout rates in model configs, except the rates of classification and summary heads.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_version", "dtype"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -34,7 +34,7 @@ def captured_loss(config: TrainConfig) -> dict[str, Any]:
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Return a model with the adapters of a config, equal in every process.
+    """Add the adapters of a config to a model; their initial weights are equal in every process.
 
     Raises:
         ValueError: a target does not exist, or peft rejects a setting.
@@ -72,7 +72,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Reject missing layers, which peft may ignore."""
+    """Reject names of layers that the model does not have, which peft may ignore."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -83,12 +83,12 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    """Return the model with fp32 weights, equal in every process.
+    """Return the model with fp32 weights, which are equal in every process.
 
     Args:
-        vocabulary: exclusive upper bound of tokens; default `vocab_size`.
-        end_of_text: default `eos_token_id`.
-        seed: of new weights; the global generator stays unchanged.
+        vocabulary: exclusive upper bound of token ids, and the default of `vocab_size`.
+        end_of_text: the default of `eos_token_id`.
+        seed: seed of new weights; the global random generator is not changed.
 
     Raises:
         ValueError: transformers has no such class or setting, or the vocabulary is too small.
@@ -111,7 +111,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return positive dropout rates by config setting, or the largest rate of the modules."""
+    """Return the positive dropout rates by config field; if none, the largest rate of the dropout modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
@@ -128,7 +128,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
                 first = str(error).partition("\n")[0]  # a C++ location follows the first line
                 raise ValueError(
-                    f"model.config: {config.architecture} cannot be built with it and a vocabulary of {vocabulary}: "
+                    f"model.config: {config.architecture} cannot be built from it with a vocabulary of {vocabulary}: "
                     f"{type(error).__name__}: {first}"
                 ) from error
         else:
@@ -145,11 +145,11 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
     """Raise ValueError if a model has fewer tokens than the tokenizer."""
     size = getattr(model.config, "vocab_size", None)
     if isinstance(size, int) and size < vocabulary:
-        where, way = "model.config.vocab_size", "set it to that or more"
+        where, way = "model.config.vocab_size", f"set it to at least {vocabulary}"
         if config.architecture is None:
             where = f"{_field(config)} {config.directory}: vocab_size"
             way = (
-                "name the tokenizer that belongs to the model, or enlarge the model in Python with "
+                "set data.tokenizer to the model's own tokenizer, or enlarge the model in Python with "
                 f"resize_token_embeddings({vocabulary}) and save_pretrained"
             )
         raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: {way}")
@@ -190,13 +190,13 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=bool(config.config),
         )
-    # transformers would initialise missing tensors, and skip unexpected ones.
+    # transformers would initialize missing tensors, and skip unexpected ones.
     kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
     other = sorted({str(key) for kind in kinds for key in loaded[kind]})
     if config.path is not None and config.config and other:
         raise ValueError(
-            f"model.config: with {dict(config.config)} the model's tensors are not those in model.path {config.path} "
-            f"({other[0]} and {len(other) - 1} others): change only settings that keep their names and shapes"
+            f"model.config: with {dict(config.config)}, tensors differ from those in model.path {config.path} "
+            f"({other[0]} and {len(other) - 1} others): change only settings that keep the tensors' names and shapes"
         )
     return model
 
@@ -231,7 +231,7 @@ def _refused_by(kind: type[Any]) -> Iterator[None]:
 def _check_known(changes: Mapping[str, Any], given: Mapping[str, Any], aliases: Iterable[str], label: str) -> None:
     for name in changes:
         if name in _IDENTITY:
-            raise ValueError(f"model.config: {name} says which model is in model.path: leave it out")
+            raise ValueError(f"model.config: {name} identifies the model and cannot be changed: leave it out")
         if name not in given:
             hint = similar(name, sorted({*given, *aliases} - _IDENTITY), "leave it out")
             raise ValueError(f"model.config: the {label} in model.path has no setting {name!r}: {hint}")
@@ -246,8 +246,8 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
         where = f"{_field(config)} {config.directory}"
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{where}: it names code of its own (auto_map in config.json), which is not run: use a model of a "
-                "class that transformers has, or read that code and set model.trust_remote_code: true"
+                f"{where}: the model needs its own Python code (auto_map in config.json), which is not run by default: "
+                "use a model class of transformers, or review the code and set model.trust_remote_code: true"
             ) from error
         if config.trust_remote_code:
             raise  # the directory's code may have raised it
@@ -258,7 +258,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
 
 
 def directory_of(config: ModelConfig) -> str:
-    """Return the path of the local directory with the model; a ValueError says how to fetch one."""
+    """Return the path of the local directory with the model; a ValueError explains how to download a model."""
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
         return path
@@ -285,11 +285,11 @@ def _model_class(name: str) -> Any:
         return architecture
     if name.startswith("Auto") and hasattr(transformers, name):
         raise ValueError(
-            f"model.architecture: {name} looks into a directory for the class: name the directory with model.path, "
-            "or a class such as LlamaForCausalLM"
+            f"model.architecture: {name} reads the class from a directory: set model.path to the directory, "
+            "or give a class such as LlamaForCausalLM"
         )
     close = get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), n=1)
-    hint = f"did you mean {close[0]}?" if close else "name one such as LlamaForCausalLM"
+    hint = f"did you mean {close[0]}?" if close else "use a class such as LlamaForCausalLM"
     raise ValueError(f"model.architecture: transformers has no model class {name!r}: {hint}")
 
 

@@ -1,4 +1,4 @@
-"""Operations of a step and peak FLOP/s of GPUs, for MFU (PaLM, 2022, appendix B)."""
+"""FLOPs of a step and peak FLOP/s of GPUs, for MFU (PaLM, 2022, appendix B)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydragraph.cost.datasheet import operations
 from hydragraph.cost.reach import Reach
 from hydragraph.ir.program import Program
 
-# Dense bf16 FLOP/s from NVIDIA's datasheets. The first entry with all words in the GPU's name matches.
+# Dense bf16 FLOP/s from NVIDIA's datasheets. The first entry whose words are all in the GPU's name is used.
 _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("B200",), 2250e12),
     (("H200",), 989e12),
@@ -28,7 +28,7 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s, by its `torch.cuda` name; None: unknown, or not bfloat16."""
+    """Return the peak FLOP/s of a GPU by its `torch.cuda` name; None if unknown, or if `dtype` is not bfloat16."""
     words = name.replace("-", " ").split()
     if dtype is not torch.bfloat16:
         return None
@@ -36,7 +36,7 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def step_flops(program: Program, lengths: Sequence[int]) -> float:
-    """Return the operations of a step without recomputation; a backward counts twice."""
+    """Return the FLOPs of a step without recomputation; a backward pass counts as two forward passes."""
     blocks = [operations(program, block, 1) for block in program.blocks]
     linear = sum(block.linear for block in blocks)
     attention = Counter[Reach]()

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers in a run's config."""
+"""Config of losses that compare pairs of answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scale = Annotated[float, _check_scale]
 class DpoConfig(CheckedFields):
     """Direct preference optimization (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
 
-    The reward of an answer is beta * (log p - log p_ref), where p_ref is the model before training.
+    The reward of an answer is beta * (log p - log p_ref), where p_ref is the probability before training.
 
     Attributes:
         beta: strength of the pull toward the reference model; a smaller value lets the model move further away from it.
@@ -52,7 +52,7 @@ class OrpoConfig(CheckedFields):
     """Odds ratio preference optimization (Hong et al., 2024, eq. 6): cross-entropy of the preferred answer + odds
     ratio.
 
-    The odds of an answer are p / (1 - p), with p the geometric mean of its tokens' probabilities.
+    The odds of an answer are p / (1 - p), where p is the geometric mean of the answer's token probabilities.
 
     Attributes:
         weight: weight of the odds-ratio loss, which is added to the cross-entropy; lambda in the paper.
@@ -86,7 +86,7 @@ class ObjectiveConfig:
 
     @classmethod
     def parse(cls, text: str) -> ObjectiveConfig:
-        """Return the objective of a name, with defaults."""
+        """Return the objective with this name and default settings."""
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:
             raise ValueError(f"objective is {text!r}: use {' or '.join(losses)}")

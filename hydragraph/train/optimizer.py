@@ -21,13 +21,13 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
     """Return the optimizer factory for `hydragraph.compile`; on a GPU, AdamW is `hydragraph.AdamW`.
 
     Raises:
-        ValueError: torch.optim has no such class, or the class no such setting.
+        ValueError: torch.optim has no such class, or the class has no such setting.
     """
     optimizer = getattr(torch.optim, config.name, None)
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         near = {kind.__name__.lower(): kind.__name__ for kind in ELEMENTWISE}
         close = get_close_matches(config.name.lower(), near, n=1)
-        hint = f"did you mean {near[close[0]]}?" if close else "use one such as AdamW"
+        hint = f"did you mean {near[close[0]]}?" if close else "use a class such as AdamW"
         raise ValueError(f"optimizer.name: torch.optim has no optimizer {config.name!r}: {hint}")
     kind: Callable[..., torch.optim.Optimizer] = optimizer
     if optimizer is torch.optim.AdamW and device is not None and device.type == "cuda":
@@ -66,7 +66,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of one step, from 1 to `steps`, with `peak` at the end of the warm-up."""
+    """Return the learning rate of a step, counted from 1 to `steps`; the warm-up ends at `peak`."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup

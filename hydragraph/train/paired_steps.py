@@ -1,4 +1,4 @@
-"""Steps and evaluations with a loss of pairs: scores first, then the gradient token by token."""
+"""Steps and evaluations on pairs of answers: the answers are scored first, then trained on with token weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PairReport(StepReport):
     """Report of a step on pairs.
 
     Attributes:
-        pairs: figures of `PairResult`, and `scoring_s`, the seconds of scoring.
+        pairs: `PairResult.figures`, and `scoring_s`, the seconds of scoring.
     """
 
     pairs: Mapping[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class PairReport(StepReport):
 
 @dataclass(frozen=True, eq=False)
 class PairedSteps:
-    """Steps on mini-batches of pairs, each the preferred answer and then the other.
+    """Steps on mini-batches of pairs; in each pair, the preferred answer precedes the rejected answer.
 
     The model must be compiled with the loss `weighted_logprobs`.
     """
@@ -52,7 +52,7 @@ class PairedSteps:
         return PairReport(**{**step_fields, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
-        """Return a mini-batch as the first step trains on it: scores equal the reference's."""
+        """Return a mini-batch with the weights of the first step, in which scores equal the reference scores."""
         scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
         scored = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
         return _weighted(scored, self.evaluate(scored, None).weights)

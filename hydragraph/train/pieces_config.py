@@ -1,4 +1,4 @@
-"""Config of checkpoints in pieces near the ranks."""
+"""Config of checkpoint pieces, which are stored near the ranks."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ class PiecesConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.local is None and self.shared is None and not self.peers:
-            raise ValueError("peers is false, and neither local nor shared is given: name a place, or leave pieces out")
+            raise ValueError("peers is false, and neither local nor shared is set: set one, or leave pieces out")

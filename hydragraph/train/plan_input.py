@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_profile(text: str) -> Profile:
-    """Read profile.json, or the entry "name" of published constants, as in constants.json#name."""
+    """Read a profile, or the entry "name" of a file of published constants, given as constants.json#name."""
     path, _, name = text.partition("#")
     content = read_object(Path(path), "write a profile with hydragraph profile")
     if "profiles" not in content:
@@ -31,10 +31,10 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
-    """Read a profile for equal devices, or costs of a cluster's devices; None if no profile is named.
+    """Read a profile of equal devices, or the costs of a cluster's devices; return None without `plan.profile`.
 
     Raises:
-        ValueError: a file is wrong or unsuitable.
+        ValueError: a file is invalid or does not fit the run.
     """
     if plan.profile is None:
         return None
@@ -44,8 +44,8 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
     cluster = Cluster.load(plan.cluster)
     if len(cluster.devices) != ranks:
         raise ValueError(
-            f"plan.cluster {plan.cluster}: it has {len(cluster.devices)} devices, and the run {ranks} ranks: "
-            "give a device per rank, in the order of ranks"
+            f"plan.cluster {plan.cluster}: the file has {len(cluster.devices)} devices, but the run has {ranks} ranks: "
+            "list one device per rank, in the order of ranks"
         )
     from hydragraph.cost.costs import Costs  # needs PyTorch
 
@@ -61,7 +61,7 @@ def read_corrections(path: Path | None) -> Corrections | None:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read sequence lengths: of a token file's documents, or from a text file of one number per line."""
+    """Read the sequence lengths from a token file, or from a text file with one number per line."""
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
@@ -82,7 +82,7 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
     candidates = []
     for i, text in enumerate(texts):
         if "[" in text:
-            raise ValueError(f"--strategy {i}: {text!r}: write pipelines as <tp4,pp2>, which is what a plan compares")
+            raise ValueError(f"--strategy {i}: {text!r} is not supported: write regular pipelines, as in <tp4,pp2>")
         try:
             pipelines, _ = parse_strategy(text, layers=1024)  # schemes do not depend on layers
         except ValueError as error:

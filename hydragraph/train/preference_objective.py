@@ -1,7 +1,7 @@
 """Losses of pairs of a preferred and a rejected answer: DPO, SimPO and ORPO.
 
-Each loss depends on an answer only through its log-probability s, a sum over tokens. So all its tokens have the factor
-dL/ds in the gradient, and a pair's answers may lie on different ranks.
+Each loss L depends on an answer only through the answer's log-probability s, a sum over tokens. So the gradient scales
+all tokens of an answer by dL/ds, and the two answers of a pair can be on different ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
-WEIGHTS = "weights"  # field with the factor of a sequence's token losses
-_SURE = -1e-7  # log-probability per token of a certain answer; its odds would be infinite
+WEIGHTS = "weights"  # batch field: factor of a sequence's token losses
+_SURE = -1e-7  # maximum log-probability per token; at 0, the odds would be infinite
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -28,7 +28,7 @@ def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """One answer of each of n pairs; all tensors are fp64 [n].
+    """One answer from each of n pairs; all tensors are fp64 [n].
 
     Attributes:
         scores, reference: log-probability of each answer, now and under the model before training (NaN: unknown).
@@ -79,10 +79,10 @@ class PairResult:
 
     Attributes:
         loss: mean over the pairs.
-        weights: factors of each answer's token losses -log p; their weighted sum has the gradient of the sum of the
-            pairs' losses.
-        figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (their difference), `accuracy`
-            (fraction of pairs whose preferred answer has the higher reward; ties count half) and, with a reference,
+        weights: factor of each answer's token losses -log p. The weighted sum of the token losses has the same gradient
+            as the sum of the pair losses.
+        figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and
+            `accuracy` (fraction of pairs whose preferred answer has the higher reward; ties count half). DPO adds
             `log_ratio` (log p - log p_ref of an answer).
     """
 
@@ -93,7 +93,7 @@ class PairResult:
 
 
 def mean_over_pairs(results: Sequence[PairResult], values: Sequence[float]) -> float:
-    """Return the mean of a value over results, weighted by their numbers of pairs."""
+    """Return the mean of a value over results, weighted by the number of pairs."""
     return sum(r.pairs * value for r, value in zip(results, values, strict=True)) / sum(r.pairs for r in results)
 
 
@@ -101,8 +101,8 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     """Return the losses of pairs of answers, and each answer's factor in the gradient.
 
     Args:
-        scores: log-probabilities, [2n]: of each pair, the preferred answer and then the other.
-        targets: tokens of each answer, [2n].
+        scores: log-probabilities, [2n]; in each pair, the preferred answer precedes the rejected answer.
+        targets: number of tokens of each answer, [2n].
         reference: scores under the model before training, [2n].
 
     Raises:

@@ -40,21 +40,21 @@ class _FolderEntry:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths in a run folder, and how a run begins and continues in it."""
+    """A run folder: its paths, and the start and continuation of a run."""
 
     path: Path
 
-    owner = _FolderEntry("owner.json")  # owning process, and start of its run
-    config = _FolderEntry("config.yaml")  # resolved
+    owner = _FolderEntry("owner.json")  # process that owns the folder, and start time of the run
+    config = _FolderEntry("config.yaml")  # the resolved config
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
     events = _FolderEntry("events.jsonl")  # events and decisions about ranks
     ranks = _FolderEntry("ranks.json")  # processes of the run
-    slow = _FolderEntry("slow.json")  # `straggler_file`
+    slow = _FolderEntry("slow.json")  # slow ranks (`straggler_file`)
     picture = _FolderEntry("loss.png")
     trace = _FolderEntry("trace.json")  # for Perfetto
     corrections = _FolderEntry("corrections.json")  # from `hydragraph compare`
-    model = _FolderEntry("model")  # for transformers
+    model = _FolderEntry("model")  # exported for transformers
     tokenizer = _FolderEntry("tokenizer")  # for transformers
     reference = _FolderEntry("reference.npz")  # scores under the model before training
     checkpoints = _FolderEntry("checkpoints")
@@ -63,11 +63,11 @@ class RunFolder:
         """Return the checkpoint that a run would continue from, if any.
 
         Args:
-            how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues it, "auto"
-                continues it if it has a checkpoint, else replaces it.
+            how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues the run, and "auto"
+                continues the run if it has a checkpoint, else replaces the run.
 
         Raises:
-            ValueError: a run exists, or none to continue.
+            ValueError: the folder has a run with "new", or no run to continue with "resume".
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
@@ -85,7 +85,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder, write the resolved config, and return the result of `check`.
 
-        Checkpoints after `step` are set aside.
+        Checkpoints after `step` are renamed, so that they are ignored.
         """
         last = self.check(config, how, step)
         if how == "overwrite" or (how == "auto" and last is None):
@@ -105,18 +105,18 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and its run, or empty; only a run that continues with pieces keeps its name."""
+        """Unique names of the folder and its run, or empty; a run with checkpoint pieces keeps its name on resume."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def began(self) -> float:
-        """Start of the folder's run, in seconds since the epoch, or 0."""
+        """Start time of the folder's run in seconds since the epoch, or 0 if no run has started."""
         return float(_read(self.owner).get("began", 0.0))
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Lock the folder during the block; a ValueError refuses an active run's folder."""
+        """Lock the folder during the block; raise ValueError if another run is using the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -124,7 +124,7 @@ class RunFolder:
                 owner = _read(self.owner)
                 holder = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
                 raise ValueError(
-                    f"output {self.path} belongs to a run that is under way ({holder}): stop it, or choose another"
+                    f"output {self.path} is in use by another run ({holder}): stop that run, or choose another output"
                 )
             yield
         finally:
@@ -132,7 +132,7 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Lock, during the block, a folder that a lost rank of the same run owned.
+        """Lock the folder during the block, after the rank of the same run that owned it was lost.
 
         Args:
             patience_s: seconds to wait for the lock; then continue without it.
@@ -159,24 +159,24 @@ class RunFolder:
         now = self.began
         if not now:
             raise OSError(
-                f"output {self.path} was removed or emptied while its run was under way, and the config, metrics and "
-                "checkpoints in it are lost: find out what removed it, and start the run again"
+                f"output {self.path} was deleted or emptied during the run, and its config, metrics and checkpoints "
+                "are lost: find out what deleted them, and start the run again"
             )
         if began not in (None, now):
-            raise ValueError(f"output {self.path}: another run has begun there: choose another output")
+            raise ValueError(f"output {self.path}: another run has started in this folder: choose another output")
 
     def refuse_shared(self) -> None:
-        """Raise the error of `owned` if another run is active."""
+        """Raise ValueError if another run is using the folder."""
         if self.path.is_dir():
             with self.owned():
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return how an interrupted run begins again.
+        """Return how to start an interrupted run again.
 
         Args:
-            how, step: returned if the run has not begun.
-            before: `began` when the run was called.
+            how, step: returned if the run had not begun.
+            before: the value of `began` before the run.
         """
         if self.began in (0.0, before):
             return how, step
@@ -192,12 +192,12 @@ class RunFolder:
     def how_to_go_on(self) -> str:
         """Clause of a message that names the last checkpoint."""
         if not self.path.is_dir():
-            return f"{self.path} is gone, and its checkpoints with it"
+            return f"{self.path} was deleted, with its checkpoints"
         last = self.last()
-        return "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
+        return "there is no checkpoint yet" if last is None else f"the last checkpoint is {last.path} (--resume)"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """Set a damaged checkpoint aside; return the one before it, if any."""
+        """Rename a damaged checkpoint and return the checkpoint before it; return None if there is none."""
         earlier = [place for place in self._all() if place.step < damaged.step]
         if not earlier:
             return None
@@ -212,7 +212,7 @@ class RunFolder:
         return ", ".join(differences(before, config))
 
     def chosen(self, step: int | None) -> Checkpoint:
-        """Return the checkpoint after a step, or the latest; a ValueError lists the existing ones."""
+        """Return the checkpoint after a step, or the latest checkpoint; a ValueError lists the existing checkpoints."""
         checkpoint = self._chosen(step)
         if checkpoint is None:
             raise ValueError(
@@ -229,8 +229,8 @@ class RunFolder:
         by_step = {checkpoint.step: checkpoint for checkpoint in self._all()}
         if step in by_step:
             return by_step[step]
-        steps = " or ".join(f"step-{number}" for number in by_step) or "none"
-        raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
+        steps = ", ".join(f"step-{number}" for number in by_step) or "none"
+        raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: it has {steps}")
 
     def _refuse_unwritable(self) -> None:
         """Check that the folder is writable, even for root on a read-only file system."""

@@ -1,4 +1,4 @@
-"""Checkpoints in pieces during a run."""
+"""Checkpoint pieces that a run stores near its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 
 def check_places(config: TrainConfig) -> None:
-    """Write a test file to each place of pieces."""
+    """Write a test file to each place for checkpoint pieces."""
     local = _local(config)
     shared = _shared(config)
     if local is not None:
@@ -39,14 +39,14 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
         raise ValueError(f"{what}: {error}") from error
     except Exception as error:  # fsspec's drivers have their own errors
         raise ValueError(
-            f"{what}: a test file could not be written ({type(error).__name__}: {error}): correct it or its credentials"
+            f"{what}: a test file cannot be written ({type(error).__name__}: {error}): correct the path or credentials"
         ) from error
     if read != b"hydragraph":
-        raise ValueError(f"{what}: a test file was read back with other contents: choose another place")
+        raise ValueError(f"{what}: a test file was read back with different contents: choose another place")
 
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
-    """Return this rank's places of pieces, if any; all ranks call it."""
+    """Return this rank's places for checkpoint pieces, if any; must be called on all ranks."""
     pieces = config.checkpoint.pieces
     if pieces is None:
         return None
@@ -64,12 +64,12 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
 
 
 def keep_pieces(run: Run, state: TrainState) -> None:
-    """Keep the state in pieces; all ranks call it."""
+    """Store the state in pieces; must be called on all ranks."""
     assert run.pieces is not None, "its config names places"
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)
     if errors and not state.pieces_fail and run.watcher is not None:
-        run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {errors[0]}")
+        run.watcher.note(f"pieces of an earlier checkpoint are incomplete, but training continues: {errors[0]}")
     state.pieces_fail = bool(errors)
 
 
@@ -80,8 +80,8 @@ def _local(config: TrainConfig) -> str | None:
     expanded = os.path.expandvars(Path(pieces.local).expanduser())
     if unset := _VARIABLE.search(expanded):
         raise ValueError(
-            f"checkpoint.pieces.local is {pieces.local!r}, and {unset[0]} is not set here: set it, or name the "
-            "directory"
+            f"checkpoint.pieces.local is {pieces.local!r}, but {unset[0]} is not set here: set the variable, or give a "
+            "path without it"
         )
     return expanded
 

@@ -1,4 +1,4 @@
-"""Continuing a run after ranks were lost, left or joined."""
+"""Continuation of a run after ranks were lost, left or joined."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FENCED_S = 1.0  # if a lost machine's ranks have ended
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Return the run on remaining and joining ranks, and the reason for ending it, or ""."""
+    """Continue the run on the remaining and joining ranks; also return the reason to end it, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(state.untold, run.world.ranks)
@@ -98,7 +98,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Become or stay the leading rank; `watching`: its previous controller."""
+    """Become or remain the leading rank; `watching` is this rank's previous controller, if any."""
     log = run.log
     if not state.owns:
         member = here()
@@ -111,7 +111,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
             owned.callback(state.callbacks.call, "on_end")
             state.callbacks.call("on_start", run.config)
         run = replace(run, callbacks=state.callbacks)
-    # After another loss, the caller's `run` has a closed log.
+    # If another rank was lost in the meantime, the caller's `run` has a closed log.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -131,10 +131,10 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Return all ranks to the position after the last mini-batch that counts."""
+    """Set the data position on all ranks to the end of the last step that is not undone."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
-    if position is None:  # no remaining rank knows it
+    if position is None:  # no remaining rank knows the position
         state.batches = state.anew()
         for _ in range(state.done):
             next(state.batches)
@@ -151,12 +151,12 @@ def _write_down(run: Run, state: TrainState) -> None:
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # Its ranks had other numbers.
+        # In that step, ranks had their old numbers, which the new controller does not know.
         log_step(replace(run, controller=None), *last)
 
 
 def _unsaved(run: Run, state: TrainState) -> bool:
-    """Return whether the last step's checkpoint is due but missing; all ranks call it."""
+    """Return whether the last step's checkpoint is due but missing; must be called on all ranks."""
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
     state.saved = max(there, 0)
@@ -166,7 +166,7 @@ def _unsaved(run: Run, state: TrainState) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    """Replace `ranks.json`, the processes of the run by rank; all ranks call it."""
+    """Write the processes of the run by rank to `ranks.json`; must be called on all ranks."""
     world = run.world
     place = {"rank": world.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": str(world.device)}
     places = world.gather(place)
@@ -210,11 +210,11 @@ def resumed(
     seconds: float,
     read: Mapping[str, int] | None = None,
 ) -> RunEvent:
-    """Return the event for the continued run.
+    """Return the event that reports the continued run.
 
     Args:
-        undone: last step before returning to a checkpoint.
-        read: bytes of pieces by kind of place.
+        undone: last step that had been trained before the return to a checkpoint.
+        read: bytes of checkpoint pieces that were read, by kind of place.
     """
     survived, _ = told[-1]
     step = survived.step
@@ -223,10 +223,10 @@ def resumed(
     lost = 0
     if survived.restored is not None:
         lost = 0 if undone is None else max(0, undone - survived.restored)
-        redone = "" if undone is None else f", {lost} steps before"
+        redone = "" if undone is None else f", {lost} steps earlier"
         places = ", ".join(f"{size / 1e6:.3g} MB from {place}" for place, size in (read or {}).items() if size)
         source = f" (read in pieces: {places})" if places else ""
-        state = f"{STATE_LOST}, so all returned to the checkpoint after step {survived.restored}{redone}{source}"
+        state = f"{STATE_LOST}, so all ranks returned to the checkpoint after step {survived.restored}{redone}{source}"
     why = f"{ranks} ranks continue after step {step} with {strategies}; {state}"
     numbers: dict[str, Any] = {"lost_steps": lost, "moved_bytes": moved, "read_bytes": dict(read or {})}
     return RunEvent(step, "resumed", tuple(range(ranks)), seconds, why, **numbers)

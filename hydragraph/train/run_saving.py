@@ -37,17 +37,17 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or an earlier intact one; return it with its extra.
+    """Load a checkpoint, or an earlier checkpoint if it is damaged; return the checkpoint and its extra data.
 
     Args:
-        leader: notes damage, on rank 0.
-        pieces: loaded instead if they are newer; their extra has `step`.
+        leader: watcher that reports damaged checkpoints; on rank 0 only.
+        pieces: checkpoint pieces to load instead if they are newer; their extra data contains `step`.
     """
     while True:
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path if pieces is None else (pieces, last.path))
-        except ValueError as error:  # perhaps Damaged on one rank only
+        except ValueError as error:  # may be Damaged on one rank only
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -57,12 +57,12 @@ def load(
             raise reason
         last = earlier
         if leader is not None:
-            leader.note(f"DAMAGED, and set aside: {reason}; trying {last.path}")
+            leader.note(f"a DAMAGED checkpoint was renamed: {reason}; trying {last.path}")
 
 
 @contextmanager
 def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Keep the config's hyperparameters, which a checkpoint would replace."""
+    """Restore the config's hyperparameters after the block, in which a checkpoint replaces them."""
     assert optimizer is not None, "runs train"
     settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     yield
@@ -72,7 +72,7 @@ def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add to file errors how the run can be continued."""
+    """Append to file errors how to continue the run."""
     try:
         yield
     except (ConnectionError, TimeoutError):
@@ -99,7 +99,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
     state.kept = True
     state.positions = {number: at for number, at in state.positions.items() if number >= before}
     if run.log is not None:
-        why = f"in {place}" + (", beside training" if run.config.checkpoint.asynchronous else "")
+        why = f"in {place}" + (", during training" if run.config.checkpoint.asynchronous else "")
         everybody = tuple(range(run.world.ranks))
         append_event(run.folder.events, RunEvent(step, "saved", everybody, time.monotonic() - began, why))
     if run.log is not None and run.log.history and matplotlib_installed():
@@ -107,7 +107,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
 
 
 def settle_checkpoints(run: Run) -> None:
-    """Wait for pending checkpoints, and remove obsolete ones; not while one is being saved."""
+    """Wait for pending checkpoints, then delete obsolete checkpoints."""
     run.executor.wait_saved()
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())
@@ -115,7 +115,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Forget incomplete checkpoints, which callbacks would look for."""
+    """Drop incomplete checkpoints, so that callbacks are not called for them."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -131,7 +131,7 @@ def _best_saved(run: Run) -> int | None:
 
 
 def saves_after(run: Run, step: int) -> bool:
-    """Return whether a checkpoint is due after a step, also for the best evaluation; all ranks call it."""
+    """Return whether a checkpoint is due after a step, on schedule or for a new best loss; call it on all ranks."""
     if run.saves(step):
         return True
     if not (run.config.keep_best and run.evaluates(step)):
@@ -140,7 +140,7 @@ def saves_after(run: Run, step: int) -> bool:
 
 
 def stops_after(run: Run, step: int) -> bool:
-    """Return whether `patience` ends the run after a step; all ranks call it."""
+    """Return whether `patience` ends the run after a step; must be called on all ranks."""
     config = run.config
     if config.patience is None or not run.evaluates(step):
         return False
@@ -154,13 +154,13 @@ def write_spans(run: Run) -> None:
     if run.watcher is not None:
         write_events(per_rank, run.folder.trace, run.traced)
         run.watcher.note(
-            f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev, or compare it "
-            "with the cost model by hydragraph compare"
+            f"{run.folder.trace} has the times of all instructions: open it at https://ui.perfetto.dev, or compare it "
+            "with the cost model with hydragraph compare"
         )
 
 
 def finish(run: Run, model: nn.Module, tokens: Tokens, done: int) -> None:
-    """Write the final model, or the best with `keep_best`."""
+    """Write the final model, or with `keep_best` the best model."""
     best = None
     if run.config.keep_best:
         best = run.world.gather(None if run.log is None else _best_saved(run))[0]

@@ -1,4 +1,4 @@
-"""A first config for data, a Hugging Face directory, both or neither."""
+"""Starter config for data, a Hugging Face directory, both or neither."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class InspectedPaths:
-    """Result of inspecting paths: approximate tokens, the model's positions (0: unknown), and whether it has a chat
-    template.
+    """Result of inspecting paths.
+
+    Attributes:
+        tokens: approximate number of tokens of the data.
+        positions: maximum sequence length of the model; 0: unknown.
+        templated: whether the model has a chat template.
     """
 
     model: Path | None
@@ -39,13 +43,13 @@ class AvailableDevices:
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
-    """Inspect a Hugging Face directory and data; a ValueError refuses several models or kinds of data."""
+    """Inspect a Hugging Face directory and data; raise ValueError for several models or kinds of data."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_remedy(path)}")
     models = [path for path in paths if (path / "config.json").is_file()]
     if len(models) > 1:
-        raise ValueError(f"{models[0]} and {models[1]} are models: name one")
+        raise ValueError(f"{models[0]} and {models[1]} are both models: name only one")
     data = tuple(path for path in paths if path not in models)
     fields = Fields()
     formats = set[Format]()
@@ -55,7 +59,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
     if data and not formats:
         raise ValueError(f"no text in {', '.join(map(str, data))}: name files of text, .jsonl or tables")
     if len(formats) > 1:
-        raise ValueError(f"the data hold {' and '.join(sorted(formats))}: name those of one kind, or write a mixture")
+        raise ValueError(f"the data has {' and '.join(sorted(formats))}: name data of one kind, or use data.mixture")
     size = sum(path.stat().st_size for path in corpus.files(data)) if data else 0
     model = models[0] if models else None
     return InspectedPaths(
@@ -72,32 +76,32 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
 def _remedy(path: Path) -> str:
     hub = len(path.parts) == 2 and not path.parent.exists() and not path.suffix[1:].isalpha()  # OWNER/NAME-0.5B
     if hub:
-        return f"name a directory; a model of the Hugging Face hub: hf download {path} --local-dir {path.name}"
+        return f"name a directory, or download a hub model with hf download {path} --local-dir {path.name}"
     return "name a file or folder of data, or a Hugging Face directory"
 
 
 def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
-    """Return a config with comments; `output`: the run folder."""
+    """Return a config with comments; `output` is the run folder."""
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
     if found.data:
         per_step = max(min(per_step, found.tokens // 20), 2 * longest if found.format == "preference" else longest)
     lines = [
-        "# hydragraph train this file; hydragraph check says whether it fits into memory, and what a step takes.",
+        "# Run hydragraph train with this file; hydragraph check estimates the memory and the time of a step.",
         "# docs/config.md lists every field.",
         *_model(found, longest),
         *_data(found, longest, per_step),
         *(_OBJECTIVE if found.format == "preference" else ()),
-        "strategies: auto  # measured and planned when training starts; or yours, such as 2*<tp1,pp1>",
+        "strategies: auto  # measured and planned when training starts; or your own, such as 2*<tp1,pp1>",
         f"ranks: {devices.ranks}  # {devices.text}",
         f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000" if found.data else "steps: 100",
         *(_FINE_TUNING if found.model is not None else _PRETRAINING),
-        *(["dtype: bfloat16  # what the model computes in; weights stay float32"] if devices.cuda else []),
+        *(["dtype: bfloat16  # dtype of the computation; weights stay float32"] if devices.cuda else []),
         f"device: {'cuda' if devices.cuda else 'cpu'}",
         "evaluate_every: 50  # steps between evaluations on held-out documents; or evaluate_per_epoch: 1",
-        "checkpoint_every: 100  # hydragraph train --resume continues from the last one; or checkpoint_per_epoch: 1",
-        "# keep_best: true  # also keep the checkpoint with the lowest evaluation loss, and write model from it",
+        "checkpoint_every: 100  # steps between checkpoints, for hydragraph train --resume; or checkpoint_per_epoch: 1",
+        "# keep_best: true  # also keep the checkpoint with the lowest evaluation loss, and export the model from it",
         "# patience: 3  # stop after three evaluations in a row without a lower loss",
         f"output: {json.dumps(output)}",
     ]
@@ -127,11 +131,11 @@ def _fields(data: Sequence[Path]) -> Fields:
 
 def _model(found: InspectedPaths, longest: int) -> list[str]:
     if found.model is not None:
-        return ["model:", f"  path: {json.dumps(str(found.model))}  # trained whole; see adapter below"]
+        return ["model:", f"  path: {json.dumps(str(found.model))}  # all weights are trained; see adapter below"]
     return [
-        "model:  # a new one of about 10 M parameters",
+        "model:  # a new model with about 10 M parameters",
         "  architecture: LlamaForCausalLM  # or any other causal class of transformers",
-        "  config:  # its vocabulary is the tokenizer's",
+        "  config:  # vocab_size defaults to the tokenizer's",
         "    hidden_size: 256",
         "    intermediate_size: 704",
         "    num_hidden_layers: 8",
@@ -160,24 +164,24 @@ def _data(found: InspectedPaths, longest: int, per_step: int) -> list[str]:
     if found.fields.format != "auto":
         lines.append(f"  format: {found.fields.format}")
     if found.format == "chat":
-        lines.append("  train_on: assistant  # or last: only what the assistant says last; or all")
+        lines.append("  train_on: assistant  # or last (only the assistant's last message), or all")
         if found.model is not None and not found.templated:
-            lines.append("  chat_template: chatml  # the tokenizer has none of its own")
+            lines.append("  chat_template: chatml  # the tokenizer has no chat template")
     if found.model is None:
         lines.append("  vocab_size: 4096  # of the tokenizer that is trained on the data")
     lines += [
-        f"  max_length: {longest}  # tokens of the longest sequence",
+        f"  max_length: {longest}  # maximum tokens in a sequence",
         f"  overlong: {'drop' if found.format == 'chat' else 'cut'}  # longer documents: cut, drop or refuse",
-        f"  tokens_per_step: {per_step}  # of one mini-batch, over all devices",
+        f"  tokens_per_step: {per_step}  # in one mini-batch, over all devices",
     ]
     if found.data or found.model is None:
-        lines.append("  heldout: 0.02  # of the documents, for evaluation")
+        lines.append("  heldout: 0.02  # fraction of the documents, for evaluation")
     return lines
 
 
 def _paths_comment(found: InspectedPaths) -> str:
     if not found.data and found.model is not None:
-        return "  # put yours here: text, .jsonl with text, messages or prompt and completion, Parquet, Arrow"
+        return "  # your files: text, .jsonl (with text, messages, or prompt and completion), Parquet or Arrow"
     what = {
         "text": "text",
         "chat": "conversations",
@@ -186,18 +190,18 @@ def _paths_comment(found: InspectedPaths) -> str:
         "tokens": "token ids",
         "preference": "pairs of answers, one of them preferred",
     }[found.format]
-    return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
+    return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # Python's standard library"
 
 
-_OBJECTIVE = ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; docs/preferences.md"]
+_OBJECTIVE = ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; see docs/preferences.md"]
 _PRETRAINING = [
     "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
     "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
 ]
 _FINE_TUNING = [
-    "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # with adapters about 2e-4",
+    "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # about 2e-4 with adapters",
     "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
-    "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # train adapters only: less memory",
+    "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # train only adapters, which needs less memory",
 ]
 
 

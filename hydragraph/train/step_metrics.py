@@ -32,19 +32,20 @@ class Metrics:
     """Metrics of one training step.
 
     Attributes:
-        loss: token mean over the mini-batch, before the update.
+        loss: mean over the tokens of the mini-batch, before the update.
         grad_norm: global norm before clipping.
-        tokens: targets in the mini-batch.
-        eval_loss: after the update, on held-out documents or the first set of `data.evaluation`.
-        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean waits for weights, gradients and activations.
-        planning_s, planning_hidden_s: planning waited for, and hidden.
-        expected_s: seconds of computing expected by the plan; 0 without a profile.
-        eval_losses: by set: "heldout", and those of `data.evaluation`.
-        mfu: model FLOPs utilisation without recomputation; None: unknown.
+        tokens: number of targets in the mini-batch.
+        eval_loss: loss after the update, on held-out documents or the first set of `data.evaluation`.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds that ranks waited for weights, gradients and
+            activations.
+        planning_s, planning_hidden_s: seconds of planning that the step waited for, and that training hid.
+        expected_s: seconds of computation that the plan expected; 0 without a profile.
+        eval_losses: loss by evaluation set: "heldout", and the sets of `data.evaluation`.
+        mfu: model FLOPs utilization without recomputation; None: unknown.
         pairs: with an objective, `PairReport.pairs`.
-        time: when it was logged, in UTC; "" in earlier versions.
-        comparison: on one step, expected and measured seconds in words (`beside` in earlier versions).
-        plan: on a session's first step with `strategies: auto`, an explanation.
+        time: time at which the step was logged, in UTC; "" in files of earlier versions.
+        comparison: text with the expected and measured seconds, on one step per plan (`beside` in earlier versions).
+        plan: explanation of the plan, on a session's first step with `strategies: auto`.
     """
 
     step: int
@@ -80,7 +81,7 @@ class Metrics:
 
     @property
     def by_set(self) -> dict[str, float]:
-        """Figures of evaluation sets and pairs by trackers' names."""
+        """Metrics of evaluation sets and pairs, under the names that trackers display."""
         by_name = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
         by_name |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
         by_name |= {f"pairs/{name}": value for name, value in self.pairs.items()}
@@ -99,21 +100,21 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until a new event file's name, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts after existing ones.
+    """Wait until the name of a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts last.
 
-    TensorBoard treats a later file as a restart; within one second, "10" would sort before "9".
+    TensorBoard treats the last file as a restart. Within one second, the number "10" would sort before "9".
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
-    while newest == int(time.time()):  # not for a clock that is ahead
+    while newest == int(time.time()):  # no wait if `newest` is in the future
         time.sleep(0.05)
 
 
 class MetricsLog:
-    """Writes metrics as they come; a context manager.
+    """Context manager that writes the metrics of every step.
 
     Args:
-        path: JSON lines; those after step `after` are dropped.
+        path: file of JSON lines; lines after step `after` are dropped.
         tensorboard: directory of event files; None: write none.
 
     Attributes:
@@ -151,11 +152,11 @@ class MetricsLog:
                 raise  # else report the error that ended the run
 
     def write(self, metrics: Metrics) -> None:
-        """Write one step's metrics; an OSError: the disk is full, or the file is gone."""
+        """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""
         self.history.append(metrics)
         self.written = True
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-            raise FileNotFoundError(errno.ENOENT, "it was replaced while it was written", str(self._path))
+            raise FileNotFoundError(errno.ENOENT, "the file was replaced during the run", str(self._path))
         with file_errors(self._path.parent, self._path):
             self._file.write(_line(metrics))
             self._file.flush()
@@ -183,11 +184,11 @@ class MetricsLog:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process so far, in bytes: of its GPU, else resident."""
+    """Return the peak memory of this process so far, in bytes: GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports kilobytes
 
 
 def tensorboard_installed() -> bool:
@@ -206,4 +207,4 @@ def _parse(line: str, place: str) -> Metrics:
         values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
         return Metrics(**{**values, **{name: tuple(values.get(name, ())) for name in ("micro_batches", "plan")}})
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}: not a line of metrics ({error}): delete the run folder or the line") from None
+        raise ValueError(f"{place}: not a line of metrics ({error}): delete the line, or the run folder") from None

@@ -27,7 +27,7 @@ _REPORTED = (
 
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
-    """Evaluate after a step if it is due, and log both."""
+    """Evaluate after a step if an evaluation is due, and log the step."""
     config = run.config
     losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
     if run.log is None or run.watcher is None:
@@ -111,12 +111,12 @@ def _mfu(run: Run, report: StepReport, seconds: float) -> float | None:
         return None
     flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])
     if run.pairs is not None:
-        flops *= 4 / 3  # scoring is one more forward
+        flops *= 4 / 3  # scoring adds one forward pass
     return flops / seconds / run.peak_flops_per_s
 
 
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
-    """Open the log, and note missing packages."""
+    """Open the metrics log, and report missing packages."""
     remedy = "pip install 'hydragraph[train]'"
     if not matplotlib_installed():
         watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")

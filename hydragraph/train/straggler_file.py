@@ -1,4 +1,4 @@
-"""`slow.json`: slow ranks by member (`cluster.rendezvous`), for the leading rank's successor.
+"""The file `slow.json`: slow ranks by member (`cluster.rendezvous`), which a new leading rank reads.
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """
@@ -21,7 +21,7 @@ def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
-    """Return the slow ranks by member; empty if the file is missing or of another run."""
+    """Return the slow ranks by member; empty if the file is missing or belongs to another run."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
         if written["began"] != began:

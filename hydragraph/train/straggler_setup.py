@@ -1,4 +1,4 @@
-"""Setup of the leading rank's controller of plans and owners."""
+"""Setup of the controller that chooses plans and owners of state, on the leading rank."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return the controller; without measured costs, it assumes equal devices.
+    """Return the controller; without measured costs, all devices are assumed to be equal.
 
     Args:
-        before: controller of the previous ranks, which it continues.
-        numbers: new ranks by old ones.
-        hurried: whether to search for a better plan.
-        slow: slow ranks known to a lost controller.
+        before: controller of the previous ranks, whose measurements are reused.
+        numbers: new rank numbers by old rank numbers.
+        hurried: whether the running plan was made quickly, so that a better plan is searched.
+        slow: slow ranks that a lost controller had found.
     """
     slow = slow or {}
-    profile, home = executor.profile, executor.owners  # of the current ranks
+    profile, home = executor.profile, executor.owners  # both describe the current ranks
     if isinstance(profile, Costs):
         costs = profile.changed(home=home)
     elif profile is not None:
@@ -77,7 +77,7 @@ def controller_of(
         late = before.late_among(numbers or {}, switched)
 
     def switch(answer: Replanned) -> None:
-        assert answer.request is not None, "an answer that is not refused has a request"
+        assert answer.request is not None, "an answer with strategies has a request"
         executor.choose_from(answer.strategies, answer.request, answer.static, ready_first=True)
 
     return Controller(
@@ -102,7 +102,7 @@ def controller_of(
 
 
 def follows(config: TrainConfig, executor: Executable) -> bool:
-    """Return whether state moves to owners for the strategies that ran lately: with `home: auto` and measured costs."""
+    """Return whether the owners of state follow the recent strategies: with `home: auto` and measured costs."""
     if config.home.rule != "auto" or not config.plan.choose:
         return False
     profile = executor.profile

@@ -1,4 +1,4 @@
-"""A run on the terminal: a progress bar, or else a line every few seconds."""
+"""Terminal output of a run: a progress bar, or a line every few seconds if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# Seconds between lines without a terminal: often at first.
+# Seconds between lines if the output is not a terminal; lines are more frequent at first.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
 # Seconds before the remaining time is estimated.
 _TELLING_S = 5.0
 
 
 class Screen:
-    """Shows a run on a console; a context manager."""
+    """Context manager that shows a run on a console."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -39,7 +39,7 @@ class Screen:
         self._began = clock()
         self._printed = clock()
         self._first: tuple[int, float] | None = None  # first step of this session, and its time
-        self._part = (0.0, clock())  # fraction done by earlier sessions, and start
+        self._part = (0.0, clock())  # fraction done by earlier sessions, and start time
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -52,7 +52,7 @@ class Screen:
         self._hearing.close()
 
     def doing(self, what: str, done: int = 0, of: int = 0) -> None:
-        """Show the activity before training, or what delays a step."""
+        """Show an activity before training, or an activity that delays a step."""
         if self._steps:
             self._describe(what)
         else:
@@ -93,7 +93,7 @@ class Screen:
         self._print(sentence)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
-        """Show an activity; without a terminal, from time to time."""
+        """Show an activity; if the output is not a terminal, print a line from time to time."""
         now = self._clock()
         new = what != self._what
         if new:
@@ -108,7 +108,7 @@ class Screen:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
 
     def _left(self, step: int, now: float) -> str:
-        """Return the remaining time, without this session's first step, which waits."""
+        """Return the remaining time, estimated without the session's first step, which includes compilation."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
         seconds_per_step = (now - self._first[1]) / (step - self._first[0])

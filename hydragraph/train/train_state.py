@@ -33,7 +33,7 @@ class RunOutcome:
 
     Attributes:
         history: metrics of all sessions, on rank 0 only.
-        stopped: signal that ended it early; 0 if it completed.
+        stopped: signal that ended the run early; 0 if the run completed.
     """
 
     folder: RunFolder
@@ -47,8 +47,8 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    strategies: tuple[Strategy, ...]  # taken in turn; empty if the executor chooses
-    evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by set
+    strategies: tuple[Strategy, ...]  # used in turn; empty if the executor chooses
+    evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by evaluation set
     watcher: Watcher | None = None  # on rank 0 only, like the log
     log: MetricsLog | None = None
     controller: Controller | None = None
@@ -57,7 +57,7 @@ class Run:
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
     expectation: Expectation = field(default_factory=Expectation)  # of this session, on rank 0
-    watched: tuple[int, ...] = ()  # by rank, members (`cluster.rendezvous`) of the controller
+    watched: tuple[int, ...] = ()  # member (`cluster.rendezvous`) of each rank that the controller watches
     evaluate_at: frozenset[int] = frozenset()  # in addition to `config.evaluate_every`
     checkpoint_at: frozenset[int] = frozenset()  # in addition to `config.checkpoint_every`
     pieces: Pieces | None = None
@@ -69,7 +69,7 @@ class Run:
         return None if objective is None else PairedSteps(self.executor, objective.loss)
 
     def strategy_of(self, step: int) -> Strategy | None:
-        """Return the strategy of a step, in turn; None: the executor chooses."""
+        """Return the strategy whose turn it is; None if the executor chooses."""
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 
     def evaluates(self, step: int) -> bool:
@@ -77,7 +77,7 @@ class Run:
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step, apart from evaluations."""
+        """Return whether a checkpoint is scheduled after a step; best evaluations are not considered."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
@@ -91,11 +91,11 @@ class TrainState:
     Attributes:
         anew: returns the source of mini-batches from the start.
         saved: step of the last checkpoint.
-        kept: whether there is a checkpoint, even of step 0.
-        positions: position of `batches` by step, since the checkpoint before the last.
-        last: last finished step and its report, perhaps not logged.
-        untold: unreported meetings, with the number of ranks before each.
-        began: when the folder's run began; None: not yet a rank of it.
+        kept: whether a checkpoint exists, even of step 0.
+        positions: position of `batches` after each step, since the second-to-last checkpoint.
+        last: last finished step and its report, which may not be logged yet.
+        untold: meetings of the ranks that are not reported yet, each with the number of ranks before the meeting.
+        began: start time of the folder's run; None: this rank has not joined the run yet.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

@@ -1,4 +1,4 @@
-"""Protocol of what shows a run's progress."""
+"""Protocol for objects that show a run's progress."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class Watcher(Protocol):
         """Report a finished step."""
 
     def note(self, sentence: str) -> None:
-        """Report something a user should know."""
+        """Report a sentence that the user should read."""

@@ -89,7 +89,7 @@ def test_lengths_come_from_text_or_from_a_token_file(folder: Path) -> None:
         ((), {"profile": "nowhere.json"}, "nowhere.json"),
         ((), {"data": "constants.json"}, "is not a number of tokens: write one length per line"),
         (("--strategy", "<tp4"), {}, "--strategy 0:"),
-        (("--strategy", "<[0,1]x4,[2]x4>"), {}, "write pipelines as <tp4,pp2>"),
+        (("--strategy", "<[0,1]x4,[2]x4>"), {}, "write regular pipelines, as in <tp4,pp2>"),
         (("--strategy", "<tp3,pp1>"), {}, "scheme <tp3,pp1>: it was not measured"),
         (("--strategy", "4*<tp4,pp1>"), {}, "needs 16 devices, but there are 8"),
         (("--deadline", "0"), {}, "--deadline is for devices that differ"),

@@ -118,7 +118,7 @@ def test_a_run_that_is_under_way_is_left_alone(trained: tuple[Path, Result]) -> 
     with RunFolder(folder / "run").owned():
         result = run("train", folder / "config.yaml", "--resume", "--max-restarts", "2")
     assert result.exit_code == 2
-    assert "under way (process " in " ".join(result.output.split())
+    assert "in use by another run (process " in " ".join(result.output.split())
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
 
 

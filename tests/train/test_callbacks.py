@@ -66,11 +66,11 @@ def test_one_that_raises_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("printer", "callbacks: 'printer': write module:name, such as"),
+        ("printer", "callbacks: 'printer' is not an import path: write module:name, such as"),
         (":x", "write module:name"),
         ("no_such_module:x", r"'no_such_module:x' cannot be loaded \(No module named"),
         (f"{__name__}:Missing", "cannot be loaded .*has no attribute 'Missing'"),
-        (f"{__name__}:Nothing", "has none of on_start, on_step, .*: give it one of these methods"),
+        (f"{__name__}:Nothing", "has none of the methods on_start, on_step, .*: define one of them"),
     ],
 )
 def test_what_cannot_be_loaded_is_told(name: str, sentence: str) -> None:

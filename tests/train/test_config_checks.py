@@ -158,20 +158,20 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     strategies = read_strategies(settings.strategies, model, 2)
     said = list(remarks(settings, model, strategies, 2, batches, settings.steps))
     without = replace(settings, model=replace(settings.model, dropout=False))
-    assert re.search(r"each step passes over it \d+\.\d times", said[0])
+    assert re.search(r"each step reads the data \d+\.\d times", said[0])
     small = replace(settings, steps=30, data=replace(settings.data, tokens_per_step=16, max_length=16))
     budget = next(remarks(small, model, strategies, 2, batches, 30))
-    assert re.fullmatch(r"30 steps of .* and all the data has .*: the run passes over it about [23]\.\d times", budget)
+    assert re.fullmatch(r"30 steps of .* but the data has only .*: the run reads the data about [23]\.\d times", budget)
     warm = replace(small, schedule=replace(small.schedule, warmup=40))
     assert next(remarks(warm, model, strategies, 2, batches, 30)).endswith(
-        "the learning rate is still rising when it ends"
+        "the learning rate is still rising when the run ends"
     )
     epochs = next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches, 33))
-    assert re.fullmatch(r"3 passes over the data's [\d,]+ tokens are 33 steps, 11\.0 each", epochs)
+    assert re.fullmatch(r"3 epochs of [\d,]+ tokens take 33 steps, 11\.0 steps per epoch", epochs)
     rates = "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
     assert said[1] == f"the run trains with the dropout of the model's config: {rates}"
     plain = next(s for s in remarks(without, model, strategies, 2, batches, settings.steps) if "dropout" in s)
-    assert plain == f"the run leaves out (model.dropout: false) the dropout of the model's config: {rates}"
+    assert plain == f"the run disables (model.dropout: false) the dropout of the model's config: {rates}"
     assert said[2:] == [
         "strategies[0]: rank 1 would be idle",
         "strategies[2] is the same as strategies[0]",

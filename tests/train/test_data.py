@@ -266,7 +266,7 @@ def test_documents_that_are_too_long_are_refused_by_place(tmp_path: Path) -> Non
     Path(path).write_text("\n".join(lines))
     run = config(tmp_path, paths=[path], vocab_size=320, max_length=90, overlong="refuse")
     tokens = open_tokens(run, prepare(run))
-    with pytest.raises(ValueError, match=r"chat.jsonl:5: \d+ tokens, and data.max_length is 90 \(1 of 40 documents"):
+    with pytest.raises(ValueError, match=r"chat.jsonl:5: \d+ tokens, but data.max_length is 90 \(1 of 40 documents"):
         mini_batches(run, tokens)
     dropped = mini_batches(config(tmp_path, paths=[path], vocab_size=320, max_length=90, overlong="drop"), tokens)
     assert isinstance(dropped, MiniBatches)

@@ -83,7 +83,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_is_taken(trained: P
     flip(shard)
     result = again(trained, copied, "--resume")
     assert result.exit_code == 0, result.stderr
-    said = next(line for line in result.stderr.splitlines() if line.startswith("DAMAGED, and set aside: "))
+    said = next(line for line in result.stderr.splitlines() if line.startswith("a DAMAGED checkpoint was renamed: "))
     assert f"checkpoint {last}: {shard.name} is corrupt: SHA-256 " in said
     assert said.endswith(f"trying {copied / 'checkpoints' / 'step-00000004'}")
     assert curve(copied) == curve(trained / "run")
@@ -174,7 +174,7 @@ def test_a_full_disk_stops_the_run_and_it_resumes_from_the_last_checkpoint(
     last = result.stderr.splitlines()[-1]
     assert last.startswith("hydragraph: ")
     assert f"[Errno 28] No space left on device: '{folder / 'checkpoints' / 'step-00000004'}'" in last
-    assert last.endswith(f"; {folder / 'checkpoints' / 'step-00000002'} stays the last checkpoint (--resume)")
+    assert last.endswith(f"; the last checkpoint is {folder / 'checkpoints' / 'step-00000002'} (--resume)")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
     resumed = again(trained, folder, *beside, "--resume")
     assert resumed.exit_code == 0, resumed.stderr

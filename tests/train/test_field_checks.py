@@ -21,11 +21,11 @@ from hydragraph.train.field_checks import (
 @pytest.mark.parametrize(
     ("check", "sentence"),
     [
-        (lambda: check_text("f", " "), "f is ' ': give a text"),
-        (lambda: check_text("f", None), "f is None: give a text"),
+        (lambda: check_text("f", " "), "f is ' ': give a non-empty string"),
+        (lambda: check_text("f", None), "f is None: give a non-empty string"),
         (lambda: check_texts("f", "a"), "f is 'a': give a list, as in f: [a]"),
-        (lambda: check_texts("f", []), "f is []: give a list of at least one text"),
-        (lambda: check_texts("f", ["a", 3]), "f is 3: give a text"),
+        (lambda: check_texts("f", []), "f is []: give a list of at least one string"),
+        (lambda: check_texts("f", ["a", 3]), "f is 3: give a non-empty string"),
         (lambda: check_choice("f", "c", ("a", "b")), "f is 'c': use 'a' or 'b'"),
         (lambda: check_whole("f", True, 1), "f is True: give a whole number of at least 1"),
         (lambda: check_whole("f", 2.0, 1), "f is 2.0: give a whole number of at least 1"),

@@ -123,7 +123,8 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path) -> None
         train(config(tmp_path), "new", fail, Watched())
     sentence = str(caught.value)
     assert sentence.startswith("step 3: the loss is inf; ")
-    assert "step-00000002 stays the last checkpoint" in sentence
+    assert "the last checkpoint is " in sentence
+    assert "step-00000002 (--resume)" in sentence
 
 
 def test_transformers_loads_the_final_model(tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_resuming_says_where_and_what_the_config_changes(tmp_path: Path) -> None
     optimizer = {"lr": 0.02, "weight_decay": 0.0}
     train(config(tmp_path, steps=7, optimizer=optimizer, max_grad_norm=None), "resume", compile_plain, watched)
     assert watched.notes == [
-        f"continuing after step 6 of 7, from {tmp_path / 'run' / 'checkpoints' / 'step-00000006'}; changed since: "
+        f"continuing after step 6 of 7, from {tmp_path / 'run' / 'checkpoints' / 'step-00000006'}; changed settings: "
         "steps 6 -> 7, optimizer.lr 0.01 -> 0.02, max_grad_norm 1.0 -> none"
     ]
     watched = Watched()
@@ -258,7 +259,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(tmp_path: Path)
     watched = Watched()
     resumed = train(config(tmp_path, keep=1), "resume", compile_plain, watched)
     assert watched.notes[0] == (
-        f"DAMAGED, and set aside: checkpoint {places[2]}: state.pt is corrupt; trying {places[1]}"
+        f"a DAMAGED checkpoint was renamed: checkpoint {places[2]}: state.pt is corrupt; trying {places[1]}"
     )
     assert watched.notes[2].startswith(f"continuing after step 2 of 6, from {places[0]}")
     assert curve(resumed.history) == curve(whole.history)
@@ -276,7 +277,7 @@ def test_where_every_checkpoint_is_damaged_all_stay_where_they_are(tmp_path: Pat
 
 def test_resuming_from_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     whole = train(config(tmp_path, keep=3), "new", compile_plain, Watched())
-    with pytest.raises(ValueError, match="after step 3: there is step-2 or step-4 or step-6"):
+    with pytest.raises(ValueError, match="after step 3: it has step-2, step-4, step-6"):
         train(config(tmp_path), "resume", compile_plain, Watched(), step=3)
     (whole.folder.place(4) / "damaged").touch()
     with pytest.raises(ValueError, match="corrupt"):  # it was asked for, so no other will do
@@ -300,7 +301,7 @@ def test_a_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> 
         def stepped(self, metrics: Metrics) -> None:
             (tmp_path / "run").rename(tmp_path / "moved")
 
-    with pytest.raises(OSError, match=r"No such file.*metrics\.jsonl.*run is gone, and its checkpoints with it"):
+    with pytest.raises(OSError, match=r"No such file.*metrics\.jsonl.*run was deleted, with its checkpoints"):
         train(config(tmp_path, checkpoint_every=0), "new", compile_plain, Removing())
     assert not (tmp_path / "run").exists()
 
@@ -379,8 +380,8 @@ def test_a_run_without_a_lower_evaluation_loss_ends_and_so_does_a_resumed_one(tm
     assert saved(tmp_path) == ["5"]
     assert outcome.folder.model.is_dir()
     assert watched.notes[-1] == (
-        "ending after step 5 of 9: the evaluation loss has not fallen by more than 0.1 in 3 evaluations (patience); it "
-        "was lowest after step 5"
+        "ending after step 5 of 9: the evaluation loss has not fallen by more than 0.1 in 3 evaluations (patience); "
+        "the lowest loss was after step 5"
     )
     ended = train(run, "resume", compile_losses(losses, 5), Watched())
     assert [m.step for m in ended.history] == [1, 2, 3, 4, 5]

@@ -75,11 +75,11 @@ def test_settings_of_a_saved_model_are_changed(tmp_path: Path) -> None:
     [
         ({"attn_dropout": 0}, "the LlamaConfig in model.path has no setting 'attn_dropout': did you mean"),
         ({"zzz": 0}, "has no setting 'zzz': leave it out"),
-        ({"model_type": "gpt2"}, "model_type says which model is in model.path: leave it out"),
+        ({"model_type": "gpt2"}, "model_type identifies the model and cannot be changed: leave it out"),
         ({"hidden_size": "wide"}, "LlamaConfig refuses it"),
-        ({"num_hidden_layers": 3}, "the model's tensors are not those in model.path"),
-        ({"num_hidden_layers": 1}, "the model's tensors are not those in model.path"),
-        ({"intermediate_size": 32}, "the model's tensors are not those in model.path"),
+        ({"num_hidden_layers": 3}, "tensors differ from those in model.path"),
+        ({"num_hidden_layers": 1}, "tensors differ from those in model.path"),
+        ({"intermediate_size": 32}, "tensors differ from those in model.path"),
     ],
 )
 def test_settings_that_are_unknown_or_need_other_tensors_are_refused(
@@ -122,7 +122,7 @@ def test_a_directory_with_code_of_its_own_is_refused(how: Callable[..., object],
     (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
     arguments = (0, 0) if how is build_model else (0,)
     with pytest.raises(
-        ValueError, match=r"model\.path .*code of its own .* is not run.* model\.trust_remote_code: true"
+        ValueError, match=r"model\.path .*its own Python code .* is not run.* model\.trust_remote_code: true"
     ):
         how(ModelConfig(path=str(tmp_path)), 10, *arguments)
 

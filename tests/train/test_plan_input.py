@@ -42,7 +42,9 @@ def test_costs_are_those_of_the_cluster_that_was_planned_with(plan: PlanConfig) 
 
 
 def test_a_cluster_of_other_ranks_or_of_types_that_nobody_measured_is_refused(plan: PlanConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"plan.cluster .*: it has 4 devices, and the run 3 ranks: give a device per"):
+    with pytest.raises(
+        ValueError, match=r"plan.cluster .*: the file has 4 devices, but the run has 3 ranks: list one device per"
+    ):
         read_costs(plan, 3)
     (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("slow", "lame"))
     with pytest.raises(ValueError, match=r"plan.cluster .*device type 'lame' was not measured"):

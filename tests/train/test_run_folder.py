@@ -110,14 +110,14 @@ def test_writes_the_resolved_config(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with folder.owned(), pytest.raises(ValueError, match=r"under way \(starting\)"), folder.owned():
+    with folder.owned(), pytest.raises(ValueError, match=r"in use by another run \(starting\)"), folder.owned():
         pass
     with folder.owned():
         folder.begin(config(tmp_path), "new")
-        said = rf"belongs to a run that is under way \(process {os.getpid()} on {socket.gethostname()}\): stop it"
+        said = rf"is in use by another run \(process {os.getpid()} on {socket.gethostname()}\): stop that run"
         with pytest.raises(ValueError, match=said), folder.owned():
             pass
-        with pytest.raises(ValueError, match="under way"):
+        with pytest.raises(ValueError, match="in use by another run"):
             folder.refuse_shared()
     folder.refuse_shared()
     with folder.owned():
@@ -131,7 +131,10 @@ def test_a_folder_is_taken_over_from_a_lost_rank_that_does_not_let_go_of_it(tmp_
         folder.begin(config(tmp_path), "new")
         ours.enter_context(folder.taken_over(0.0, folder.began))
         ours.enter_context(folder.taken_over(0.0, None))
-        with pytest.raises(ValueError, match="another run has begun there"), folder.taken_over(60.0, folder.began - 1):
+        with (
+            pytest.raises(ValueError, match="another run has started in this folder"),
+            folder.taken_over(60.0, folder.began - 1),
+        ):
             pass
         lost.close()
         while _free(folder):  # it is this run's as soon as the lost rank has ended
@@ -149,7 +152,7 @@ def test_a_folder_that_was_removed_during_the_run_is_not_taken_over(tmp_path: Pa
     shutil.rmtree(folder.path)
     if emptied:
         folder.checkpoints.mkdir(parents=True)  # a checkpoint under way makes it again
-    with pytest.raises(OSError, match=r"was removed or emptied .* start the run again"), folder.taken_over(0.0, began):
+    with pytest.raises(OSError, match=r"was deleted or emptied .* start the run again"), folder.taken_over(0.0, began):
         pass
     assert folder.path.exists() == emptied, "it is not made again"
 

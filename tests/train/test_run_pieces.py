@@ -92,12 +92,12 @@ def test_places_that_cannot_be_written_are_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SUCH_DISK", raising=False)
-    with pytest.raises(ValueError, match=r"local is '\$NO_SUCH_DISK/x', and \$NO_SUCH_DISK is not set here"):
+    with pytest.raises(ValueError, match=r"local is '\$NO_SUCH_DISK/x', but \$NO_SUCH_DISK is not set here"):
         check_places(config(tmp_path, local="$NO_SUCH_DISK/x"))
     monkeypatch.setenv("NO_SUCH_DISK", str(tmp_path / "disk"))
     check_places(config(tmp_path, local="$NO_SUCH_DISK/x"))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match=r"checkpoint\.pieces\.shared .*file/x: a test file could not be written"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pieces\.shared .*file/x: a test file cannot be written"):
         train(config(tmp_path, shared=str(tmp_path / "file" / "x")), "new", hg.compile, Watched())
     with pytest.raises(ValueError, match=r"shared nosuch://bucket: .*nosuch"):
         check_places(config(tmp_path, shared="nosuch://bucket"))
@@ -133,7 +133,7 @@ def test_a_store_of_another_machine(tmp_path: Path) -> None:
             train(run, "resume", hg.compile, resumed)
             assert resumed.done >= 2
             assert client.list_objects_v2(Bucket="bucket")["KeyCount"] == 0
-            with pytest.raises(ValueError, match="a test file could not be written"):
+            with pytest.raises(ValueError, match="a test file cannot be written"):
                 check_places(config(tmp_path, shared="s3://no-such-bucket/pieces"))
     finally:
         here.stop()

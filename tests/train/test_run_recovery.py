@@ -52,7 +52,7 @@ def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
         assert lead(run, state, survived, owned, None).log is not None
         again = lead(run, state, survived, owned, None)  # what the first call returned is lost with the failure
         assert again.log is not None
-        with pytest.raises(ValueError, match="belongs to a run that is under way"):
+        with pytest.raises(ValueError, match="is in use by another run"):
             folder.refuse_shared()
     folder.refuse_shared()
 
@@ -125,7 +125,7 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     assert (on.seconds, on.moved_bytes, on.ranks) == (0.75, 10**6, (0, 1))
     back = resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
     assert back.lost_steps == 2
-    assert "all returned to the checkpoint after step 1, 2 steps before" in back.why
+    assert "all ranks returned to the checkpoint after step 1, 2 steps earlier" in back.why
 
 
 def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:

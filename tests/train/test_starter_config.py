@@ -92,11 +92,11 @@ def test_folders_models_alone_and_nothing_are_taken(tmp_path: Path, model: Path)
 def test_what_cannot_be_started_from_is_told(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="nowhere does not exist: name a file or folder of data"):
         look([tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match="are models: name one"):
+    with pytest.raises(ValueError, match="are both models: name only one"):
         look([model, model])
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS["messages"]))
-    with pytest.raises(ValueError, match="the data hold chat and text: name those of one kind"):
+    with pytest.raises(ValueError, match="the data has chat and text: name data of one kind"):
         look([tmp_path / "a.txt", tmp_path / "b.jsonl"])
     (tmp_path / "c.jsonl").write_text('{"ids": [1]}')
     with pytest.raises(ValueError, match=r"c.jsonl:1: 'ids' is a list, not text"):

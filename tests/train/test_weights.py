@@ -109,8 +109,8 @@ def test_a_whole_model_can_still_be_built(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ({"weights": "a", "path": "b"}, "model: give either architecture"),
-        ({}, "model: give either architecture"),
+        ({"weights": "a", "path": "b"}, "model: give architecture"),
+        ({}, "model: give architecture"),
         ({"weights": "a", "config": {}}, "model: config cannot change the model in weights"),
         ({"weights": 3}, "model: weights is 3"),
     ],

@@ -1,6 +1,6 @@
 """A training run with injected faults, compared with an undisturbed run of the same config.
 
-The faults are a function of the seed, except for the instant within a step.
+The seed determines the faults, except for their exact times within a step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
-MACHINES = 2  # of a run with preemptions
+MACHINES = 2  # number of machines in a run with preemptions
 STEPS_PER_STRIKE = 5  # on average
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
-CALM_STEPS = 10  # after the last strike
+CALM_STEPS = 10  # steps without faults after the last strike
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0
@@ -40,7 +40,7 @@ class Strike:
     """One injected fault.
 
     Attributes:
-        which: the rank, as a fraction of the number of ranks.
+        which: index of the rank, as a fraction of the number of ranks.
     """
 
     kind: str
@@ -54,8 +54,8 @@ class Disturbed:
     """Outcome of a run.
 
     Attributes:
-        left: live processes at the end.
-        hung: why the run was ended, or "".
+        left: processes that are still alive after the run.
+        hung: why a run that hung was ended, or "".
     """
 
     code: int
@@ -85,15 +85,15 @@ class Disturbed:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # relative difference of a loss by another order of sums
-MARGIN = 10.0  # allowed multiple of the effect in an undisturbed run
+ROUNDING = 1e-5  # relative difference of a loss when sums are computed in a different order
+MARGIN = 10.0  # allowed difference, as a multiple of the difference between undisturbed runs
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
-    """Return the first step whose loss differs by more than rounding explains, or None.
+    """Return the first step whose loss differs by more than rounding errors explain, or None.
 
-    Training amplifies rounding, so an undisturbed run on other ranks, `control`, bounds the effect up to each step;
-    without it, losses must be equal bit for bit.
+    Training amplifies rounding errors. The allowed difference at each step therefore depends on `control`, an
+    undisturbed run on other ranks. Without `control`, losses must be bitwise equal.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -121,20 +121,20 @@ def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
 
 
 def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
-    """Parse kinds of strikes, such as "two,again"; a ValueError rejects unknown or impossible ones."""
+    """Parse kinds of strikes, such as "two,again"; raise ValueError for unknown or impossible kinds."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
-        raise ValueError(f"kinds has {unknown[0]!r}: give some of {', '.join(ACTIONS)}")
+        raise ValueError(f"kinds has the unknown kind {unknown[0]!r}: use {', '.join(ACTIONS)}")
     kinds = tuple(kind for kind in ACTIONS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
-        raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
+        raise ValueError("a strike of kind checkpoint waits for a checkpoint: set checkpoint_every")
     if "switch" in kinds and (not config.replans or config.elastic.dry_run):
-        raise ValueError("a strike of kind switch waits for another plan: set elastic.replan, and not dry_run")
+        raise ValueError("a strike of kind switch waits for a new plan: set elastic.replan, without dry_run")
     if "preempt" in kinds and config.ranks < 2 * MACHINES:
         raise ValueError(f"ranks is {config.ranks}: a strike of kind preempt needs {MACHINES} machines of 2 ranks each")
     least = max(map(least_ranks, kinds), default=0)
     if config.ranks < least:
-        raise ValueError(f"ranks is {config.ranks}: these kinds need {least}, so that one is left")
+        raise ValueError(f"ranks is {config.ranks}: set at least {least}, so that a rank survives these kinds")
     return kinds
 
 
@@ -159,7 +159,7 @@ def run(
     until: int | None = None,
     machines: int = 1,
 ) -> Disturbed:
-    """Run a training in its own processes, and strike it.
+    """Run a training in separate processes, and inject the faults.
 
     Args:
         stepped: called with the last step and the number of strikes so far.
@@ -190,17 +190,17 @@ def run(
 
 @dataclass
 class Patience:
-    """Distinguishes a run that hangs from one that is slow to start.
+    """Distinguishes a run that hangs from a run that starts slowly.
 
     Args:
-        moved: time of the run's start; later, of its last step.
+        moved: time of the run's start, later the time of its last step.
     """
 
     moved: float
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run must be ended, or ""; `step` is the last logged one, or 0."""
+        """Return why the run must be ended, or ""; `step` is the last logged step, or 0."""
         if step != self.step:
             self.step = step
             self.moved = now
@@ -277,7 +277,7 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
             yield "pauses", f"{len(wall_time.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
         back = sum(event.event == "resumed" and STATE_LOST in event.why for event in disturbed.events)
         yield "times that state was lost", f"{back}; {wall_time.lost_steps} steps were trained again"
-        yield "state that moved", f"{wall_time.moved_bytes / 1e6:,.0f} MB"
+        yield "moved state", f"{wall_time.moved_bytes / 1e6:,.0f} MB"
         restores = [event for event in disturbed.events if sum(event.read_bytes.values())]
         if restores:
             places = Counter[str]()
@@ -286,13 +286,16 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
             sizes = ", ".join(f"{size / 1e6:,.1f} MB from {place}" for place, size in places.items())
             seconds = median(event.seconds for event in restores)
             yield "read in pieces", f"{sizes}; {len(restores)} times, median {seconds:.2f} s"
-        yield "wall time", f"{wall_time.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
+        yield "wall time", f"{wall_time.seconds:.1f} s, undisturbed {calm.seconds:.1f} s"
         stopped = f"{wall_time.paused_s:.1f} s of pauses, {wall_time.lost_s:.1f} s of lost work"
-        yield "of it", f"{wall_time.full_s:.1f} s at full speed, {stopped}, {wall_time.slower_s:.1f} s by slower steps"
+        yield (
+            "wall time by cause",
+            f"{wall_time.full_s:.1f} s at full speed, {stopped}, {wall_time.slower_s:.1f} s by slower steps",
+        )
         yield (
             "goodput",
             f"{wall_time.tokens_per_s:,.0f} tokens/s, {wall_time.goodput or 0.0:.0%} of {wall_time.rate:,.0f}",
         )
     yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
-    yield "largest difference of a loss", f"{disturbed.difference(undisturbed):.1e} of it"
+    yield "largest relative difference of a loss", f"{disturbed.difference(undisturbed):.1e}"
     yield "processes left behind", str(len(disturbed.left))

@@ -1,4 +1,4 @@
-"""Fault injection from outside a run: each kind of strike, and the moment that it waits for."""
+"""Fault injection from outside a run: the kinds of strikes, and the moments at which they happen."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hydragraph.train.chaos.machines import Machines, all_stats, stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
-GIVEN_UP_S = 30.0  # seconds within which others must have ended a stopped rank
-_MOMENT_S = 60.0  # then the strike happens anyway
-_JOINED_S = 300.0  # for a new machine, which compiles first
+GIVEN_UP_S = 30.0  # seconds within which the other ranks must end a stopped rank
+_MOMENT_S = 60.0  # maximum wait for the moment of a strike
+_JOINED_S = 300.0  # maximum wait for a new machine, which compiles before it joins
 _SLOW_S = 1.0
-_PAUSE_S = 3.0  # shorter than ranks wait for a stopped rank
+_PAUSE_S = 3.0  # shorter than the time that ranks wait for a stopped rank
 _PERIOD_S = 0.1
-_STOPPED = 0.6  # fraction of the period
+_STOPPED = 0.6  # fraction of the period in which the rank is stopped
 _LEFT_S = 20.0
 _LOOK_S = 0.005
 
 
 @dataclass
 class Victim:
-    """A run to be disturbed, seen through its files and /proc.
+    """A run that receives faults, observed through its files and /proc.
 
     Attributes:
-        depth: process levels from the launcher to its ranks; torchrun adds one.
-        machines: the launcher's first; None: only this one.
-        pids: all processes that were or became its ranks.
+        depth: process levels from the launcher to its ranks; torchrun adds one level.
+        machines: machines of the run, the launcher's machine first; None: only this machine.
+        pids: all processes that are or were ranks of the run.
     """
 
     folder: RunFolder
@@ -50,13 +50,13 @@ class Victim:
 
     @property
     def supervisor(self) -> int:
-        """Process that starts the ranks: the launcher, or the one that torchrun started."""
+        """Process that starts the ranks: the launcher, or the process that torchrun started."""
         pids = self._below(self.depth - 1)
         return pids[0] if pids else self.launcher.pid
 
     @property
     def server(self) -> int | None:
-        """Process that ranks are forked from."""
+        """Process from which ranks are forked."""
         children = self.children()
         return parent(children[-1]) if children else None
 
@@ -98,7 +98,7 @@ class Victim:
         return []
 
     def saving(self) -> bool:
-        """Return whether a checkpoint is being written, or about to be."""
+        """Return whether a checkpoint is being written or is about to be written."""
         with suppress(OSError):
             return any(not (place / "complete.json").exists() for place in self.folder.checkpoints.iterdir())
         return False
@@ -175,17 +175,17 @@ def _join(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _pause(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank for 3 s: slow is not dead."""
+    """Stop a rank for 3 s; the other ranks must not give it up."""
     send(target, signal.SIGSTOP)
     time.sleep(_PAUSE_S)
     send(target, signal.SIGCONT)
 
 
 def _stop(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank permanently: the others give it up and end it."""
+    """Stop a rank permanently; the other ranks must give it up and end it."""
     send(target, signal.SIGSTOP)
     if not ended(target, GIVEN_UP_S):
-        run.problems.append(f"a rank that was stopped was not given up within {GIVEN_UP_S:g} s")
+        run.problems.append(f"the other ranks did not give up a stopped rank within {GIVEN_UP_S:g} s")
         send(target, signal.SIGCONT)
 
 
@@ -215,7 +215,7 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, then another one or its replacement, about when the replacement joins."""
+    """Kill a rank; about when its replacement joins, kill the replacement or another rank."""
     children_before = set(run.children())
     joined = len(run.happened("join"))
     _end(target)
@@ -247,7 +247,7 @@ def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _switch(run: Victim, target: int, chance: random.Random) -> None:
-    """Slow a rank until strategies are switched or state moves for it; kill a rank during that."""
+    """Slow a rank until the run switches strategies or moves state; kill a rank during this change."""
     before = len(run.happened("switch", "migrate"))
     end = time.monotonic() + _MOMENT_S
     while len(run.happened("switch", "migrate")) == before and time.monotonic() < end and lives(target):
@@ -257,10 +257,10 @@ def _switch(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _preempt(run: Victim, target: int, chance: random.Random) -> None:
-    """Take a machine and its disk away, with or without a notice; another one replaces it."""
+    """Preempt a machine and delete its disk, with or without notice; a new machine replaces it."""
     machines = run.machines
     if machines is None:
-        run.problems.append("the run has only one machine: none was preempted")
+        run.problems.append("the run has only one machine, so no machine was preempted")
         return
     number = chance.randrange(1, machines.count)
     machines.preempt(number, notice=chance.random() < 0.5)
@@ -280,7 +280,7 @@ def _another(run: Victim, chance: random.Random) -> None:
 
 
 def _end(*pids: int) -> None:
-    """Kill processes in the same instant, and wait until they no longer count as ranks."""
+    """Kill processes in the same instant, and wait until they have ended."""
     for pid in pids:
         send(pid, signal.SIGKILL)
     for pid in pids:
@@ -295,5 +295,5 @@ ACTIONS: Mapping[str, Action] = {strike.__name__.removeprefix("_"): strike for s
 
 
 def least_ranks(kind: str) -> int:
-    """Return the number of ranks that a strike needs to leave some (except for `all`)."""
+    """Return the minimum number of ranks at which a rank survives a strike (except for `all`)."""
     return 3 if kind == "two" else 2

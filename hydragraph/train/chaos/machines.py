@@ -1,4 +1,4 @@
-"""Several machines on this host: a supervisor of ranks each, with its own session and disk."""
+"""Simulated machines on this host; each is a supervisor of ranks with its own session and disk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from hydragraph.train.config import TrainConfig
 
-NOTICE_S = 30.0  # as for spot instances
+NOTICE_S = 30.0  # seconds of notice, as for spot instances
 _END_S = 20.0
 
 
 @dataclass
 class Machines:
-    """Machines of a run.
+    """Simulated machines of a run.
 
     Args:
-        log: prefix of their log files.
+        log: prefix of the machines' log files.
     """
 
     count: int
@@ -41,7 +41,7 @@ class Machines:
         return self.supervisors[0]
 
     def preempt(self, number: int, notice: bool) -> None:
-        """End a machine and delete its disk; with a notice it has `NOTICE_S` to hand over its state."""
+        """End a machine and delete its disk; with `notice`, it has `NOTICE_S` seconds to hand over its state."""
         supervisor = self.supervisors[number]
         if notice:
             supervisor.send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def _free_port() -> int:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; [] if the process is gone."""
+    """Return the fields of /proc/PID/stat, starting with the state; [] if the process does not exist."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []

@@ -1,6 +1,6 @@
 """Replanning for slow ranks in a separate process during training.
 
-Training polls for the answer.
+The training process polls for the answer.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this, the best plan so far is used
-ATTEMPTS = 2  # per question: the system may kill the process
+ATTEMPTS = 2  # attempts per question, because the system may kill the process
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the remaining ranks"
 
 
 @dataclass(frozen=True)
 class ReplanQuestion:
-    """Inputs of a plan.
+    """Inputs of a search for a plan.
 
     Attributes:
-        profile, cluster, home: of the run, on healthy ranks.
+        profile, cluster, home: profile, cluster and home of the run; they describe healthy ranks.
         first: initial strategies, which may become the best again.
-        request: how the run chooses among `running`.
-        deadline_s: search time limit; None: deterministic.
-        at_once: answer soon, estimated on one mini-batch.
+        request: request with which the run chooses among the strategies in `running`.
+        deadline_s: time limit of the search; None: no limit, for a deterministic result.
+        at_once: whether to answer quickly, with an estimate on one mini-batch.
     """
 
     profile: Profile
@@ -63,12 +63,12 @@ class ReplanQuestion:
 
 @dataclass(frozen=True)
 class Replanned:
-    """An answer.
+    """Answer to a ReplanQuestion.
 
     Attributes:
-        static: strategy to keep; None: choose for every mini-batch.
-        before_s, after_s: expected mean seconds of a step, now and with the answer.
-        refused: why it has no strategies, or "".
+        static: index of the strategy to use for all mini-batches; None: choose a strategy for every mini-batch.
+        before_s, after_s: expected mean seconds of a step, with the running plan and with the answer.
+        refused: reason why the answer has no strategies, or "".
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -85,7 +85,7 @@ class Replanned:
 
 
 def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
-    """Return the costs for a question, reusing earlier ones."""
+    """Return the costs for a question, reusing earlier costs if possible."""
     inputs = question.profile, question.cluster, question.corrections
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
@@ -94,7 +94,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
-    """Find strategies, the running ones included."""
+    """Search for strategies; the running strategies are also candidates."""
     began = time.perf_counter()
     costs = costs or costs_of(question)
     replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
@@ -128,7 +128,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     from hydragraph.spec.training_workload import Workload
 
     try:
-        # Without slow ranks, the costs have changed.
+        # If no rank is slow, the question was asked because the costs have changed.
         several = len(question.cluster.types) > 1 or not question.health.rates
         planned = plan(
             costs,
@@ -140,7 +140,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
         strategies = planned.strategies
     except Unsupported as error:
         strategies = ()
-        _LOG.info("no other plan: %s", error)
+        _LOG.info("no other plan was found: %s", error)
     every = tuple(dict.fromkeys((*question.running, *question.first, *strategies)))
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
@@ -161,7 +161,7 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
 
 
 def _as_now(question: ReplanQuestion, costs: Costs) -> float:
-    """Return the mean seconds of steps with the running plan; infinite if a rank is lost."""
+    """Return the mean seconds of steps with the running plan; infinite if the plan uses a lost rank."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
     for mini_batch in lengths:
@@ -200,7 +200,7 @@ class Replanner:
             self._process = _started()
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Start answering a question, again if the process ends meanwhile."""
+        """Send a question to the planning process; if the process ends, send the question again."""
         assert not self.busy, "one question at a time"
         self._answer = None
         self.start()
@@ -208,7 +208,7 @@ class Replanner:
         self._thread.start()
 
     def answer(self) -> Replanned | None:
-        """Take the answer; None: it has not arrived."""
+        """Return the answer and clear it; return None if the answer has not arrived."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
@@ -224,7 +224,7 @@ class Replanner:
         while (process := self._process) is not None:
             process.kill()
             if self._thread is not None:
-                self._thread.join()  # it must not read from a closed pipe
+                self._thread.join()  # the thread must not read from a closed pipe
             if self._process is process:
                 self._end(process)
 
@@ -239,7 +239,7 @@ class Replanner:
                 self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
                 return
             except _GONE as error:
-                self._answer = Replanned(refused=f"the process that plans has ended ({error!r})")
+                self._answer = Replanned(refused=f"the planning process has ended ({error!r})")
                 self._end(process)
                 if self._closing or self._unwanted:
                     return

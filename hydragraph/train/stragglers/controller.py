@@ -1,13 +1,14 @@
-"""The straggler controller, on one rank: when to plan again for slow ranks, and whether to switch.
+"""Straggler controller, on one rank: decides when to plan again for slow ranks, and whether to switch plans.
 
-    a rate changes     -> request a good plan at once from another process -> training continues
-    steps take other times than expected (`expected_seconds`)
+    a rate changes     -> request a quick plan from another process, while training continues
+    steps take longer or shorter than expected (`expected_seconds`)
                        -> correct the costs by the measured seconds of blocks, and request the best plan
     an answer arrives  -> switch if the gain until the end of the run exceeds the cost: the new strategies are prepared
                           during training, then all ranks switch to them
                        -> request the best plan, which takes longer, and decide again
 
-Measured step times scale predictions: if a plan predicts 3 s instead of 4 s, and steps take 5 s, 3.75 s are expected.
+Predictions are scaled by measured step times. For example, if a new plan should reduce steps from 4 s to 3 s, but steps
+take 5 s, the controller expects 3.75 s.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8  # mini-batches whose lengths plans are made for
-GAIN = 0.05  # minimum fraction of a step's time that a switch saves
-COOLDOWN = 6  # steps between two switches, unless a rank is lost
-COST_S = 2.0  # cost of a switch until one is measured
+LAST = 8  # number of recent mini-batches that plans are made for
+GAIN = 0.05  # minimum fraction of a step's time that a switch must save
+COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
+COST_S = 2.0  # assumed cost of a switch until a switch is measured
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        costs: on healthy ranks, with the home of the run.
+        costs: costs for healthy ranks, with the home of the run.
         switch: changes the strategies on all ranks; None: a dry run.
-        refused: why they did not switch; "" if they did.
-        sample: lengths before enough mini-batches were seen.
-        hurried: whether to search for better initial strategies.
+        refused: returns why ranks did not switch, or "" if they switched.
+        sample: sequence lengths to plan for until enough mini-batches have run.
+        hurried: whether the initial strategies were planned quickly, so that better strategies are searched.
         planned_for: rates that the initial strategies were planned for.
     """
 
@@ -74,12 +75,12 @@ class _Coming:
 
 
 class Controller:
-    """Decides after every step.
+    """Decides after every step whether to plan again, to switch plans, or to move state.
 
     Args:
-        monitor: None: ranks are not watched.
-        replanning: None: strategies stay; it needs a monitor.
-        following: None: state stays.
+        monitor: None: the speed of ranks is not measured.
+        replanning: needs a monitor; None: the strategies never change.
+        following: None: the state never moves.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """Measured rates, increased for ranks that others wait for."""
+        """Measured slowdowns of ranks, increased for ranks that delay others."""
         return self._measured if self._replanning is None else self._lateness.planned(self._measured)
 
     @property
@@ -133,14 +134,14 @@ class Controller:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """Slow ranks, with what was learned about those that others waited for."""
+        """Slow ranks, with the learned rates of ranks that delayed others."""
         learned = {} if self._replanning is None else self._lateness.learned
         measured = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
         return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
-        """Plan again with measured seconds; return whether there is a planner."""
+        """Plan again with measured block times; return whether the run replans."""
         if self._replanning is None or self.monitor is None:
             return False
         costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
@@ -185,7 +186,7 @@ class Controller:
         if answer is not None:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
-                return []  # reported when all ranks have switched
+                return []  # the event is reported when all ranks have switched
             # A quick answer that is rejected is not reported.
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
@@ -195,7 +196,7 @@ class Controller:
         self._coming = None
         event = replace(coming.event, step=report.step)
         if reason := given.refused():
-            event = replace(event, event="replan", why=f"stays: {reason}", done=False)
+            event = replace(event, event="replan", why=f"no switch: {reason}", done=False)
         else:
             self._replanning = replace(given, strategies=coming.strategies, request=coming.request)
             self._planned_for = coming.health
@@ -209,7 +210,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Let the planning process load its modules."""
+        """Make the planning process load its modules before they are needed."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()
@@ -222,7 +223,7 @@ class Controller:
         if replanning.planner.busy:
             return
         if health != self._asked_for and self._may_switch(step, health):
-            self._at_once = replanning.switch is not None  # a dry run waits for the best
+            self._at_once = replanning.switch is not None  # a dry run waits for the best plan
         elif health == self._asked_for and (self._at_once or self._corrected):
             self._at_once = self._corrected = False
         else:
@@ -255,20 +256,20 @@ class Controller:
         rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
         ranks = tuple(sorted(rates))
         if answer.refused:
-            return RunEvent(step, "replan", ranks, answer.took_s, f"stays: {answer.refused}", rates, done=False)
+            return RunEvent(step, "replan", ranks, answer.took_s, f"no switch: {answer.refused}", rates, done=False)
         now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step
         saved = 1 - after_s / now_s
-        gained = f"saves {left * (now_s - after_s):.3g} s in the {left} steps that are left"
-        cost = f"preparing takes about {self._cost_s:.2g} s and no state moves"
+        gained = f"saves {left * (now_s - after_s):.3g} s in the remaining {left} steps"
+        cost = f"preparation takes about {self._cost_s:.2g} s, and no state moves"
         terms = f"steps of {now_s:.3g} s would take {after_s:.3g} s ({saved:.0%} less), which {gained}; {cost}"
         planned = f"planned in {answer.took_s:.2g} s during {step - self._asked_at} steps"
         pays = left * (now_s - after_s) > self._cost_s
         what = _text(answer.chosen)
         if saved < GAIN or not pays:
             other = f"with {what} {terms}" if what != _text(given.strategies) else "it is still the fastest"
-            why = f"stays {_text(given.strategies)}: {other}; {planned}"
+            why = f"no switch from {_text(given.strategies)}: {other}; {planned}"
             return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"
         if given.switch is None:
@@ -278,19 +279,21 @@ class Controller:
         try:
             given.switch(answer)
         except ValueError as error:
-            return RunEvent(step, "replan", ranks, answer.took_s, f"stays: {error}", rates, now_s, after_s, done=False)
-        assert answer.request is not None, "an answer that is not refused has a request"
+            return RunEvent(
+                step, "replan", ranks, answer.took_s, f"no switch: {error}", rates, now_s, after_s, done=False
+            )
+        assert answer.request is not None, "an answer with strategies has a request"
         request = answer.request if answer.static is None else answer.request.only(answer.static)
         event = RunEvent(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
         self._coming = _Coming(event, self._asked_for, answer.chosen, request)
         return event
 
     def _waited_for(self) -> str:
-        """Name the ranks planned as slower because others waited for them."""
+        """Describe the ranks that are planned as slower than measured, because other ranks waited for them."""
         measured = self._measured
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(
-            f"; others waited for rank {rank}: it is planned as {x:.3g} times as slow" for rank, x in late.items()
+            f"; others waited for rank {rank}, so it is planned as {x:.3g} times as slow" for rank, x in late.items()
         )
 
 

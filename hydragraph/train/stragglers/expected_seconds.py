@@ -1,13 +1,13 @@
-"""Comparison of expected and measured seconds of steps."""
+"""Comparison of expected and measured step times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # steps of a plan before the comparison
-LEAST = 5  # steps that can be compared, at least
-MATTERS = 1.2  # difference, as a factor, that calls for another plan
+STEPS = 20  # minimum number of steps with a plan before the comparison
+LEAST = 5  # minimum number of comparable steps
+MATTERS = 1.2  # ratio of the times above which another plan is requested
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares the medians of steps once, without each strategy's first, which compiles graphs."""
+    """Compares median step times once per plan, without the first step of each strategy, which compiles graphs."""
 
     def __init__(self) -> None:
         self.restart()
@@ -40,7 +40,7 @@ class Expectation:
         self._done = False
 
     def stepped(self, strategy: str, expected_s: float, measured_s: float) -> ExpectedAndMeasured | None:
-        """Record a step; return the comparison after enough of them."""
+        """Record a step; return the comparison once enough steps are recorded."""
         if self._done:
             return None
         self._count += 1

@@ -1,13 +1,13 @@
-"""The cost of a slow rank beyond its rate, measured by the ranks that wait for its pipelines.
+"""The cost of a slow rank beyond its rate, measured by how long other ranks wait for its pipelines.
 
 A rate scales only the time of blocks, but a slow rank also packs and sends slowly:
 
-    late     the shortest wait for pushes among ranks of pipelines without slow ranks, relative to the rest of their
-             step, beyond its value on healthy ranks
-    planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD * late times as slow
+    late     the shortest wait for pushes among ranks of pipelines without slow ranks, as a fraction of the rest of the
+             step, minus the usual fraction when all ranks are healthy
+    planned  slow ranks of a late pipeline are planned with their rates multiplied by 1 + AHEAD * late
 
-AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A correction that makes steps no shorter is
-reverted, and no other is tried at these rates. A learned value applies to similar rates later.
+AHEAD exceeds 1, because fixed costs do not shrink with a pipeline's share. A correction that makes steps longer is
+reverted, and no other correction is tried at these rates. A learned rate is reused later for similar measured rates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hydragraph.train.stragglers.straggler_state import Learned
 
 AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that counts
-LOOK = 4  # steps that decide how late a plan is
-USUAL = 8  # healthy steps that define the usual wait
+LOOK = 4  # steps over which lateness is measured
+USUAL = 8  # steps without slow ranks whose median wait is the usual wait
 
 
 class Lateness:
@@ -34,7 +34,7 @@ class Lateness:
 
     Args:
         switched: whether the running plan was made for the current rates.
-        learned: what an earlier instance learned.
+        learned: rates by rank that an earlier instance learned.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, Learned] | None = None) -> None:
@@ -42,21 +42,21 @@ class Lateness:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
-        self._open = switched  # the plan fits these rates
+        self._open = switched  # the running plan was made for these rates
         # Step time and rates before the last correction.
         self._before: tuple[float, dict[int, Learned]] | None = None
         self._ended = False  # the last correction did not help
         self._rates = Health()
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
-        """Return a copy for renumbered ranks, by old numbers, without ranks that are gone."""
+        """Return a copy for renumbered ranks; `numbers` maps old numbers of remaining ranks to new numbers."""
         late = Lateness(switched, {numbers[rank]: rates for rank, rates in self.learned.items() if rank in numbers})
         late._usual.extend(self._usual)
         return late
 
     @property
     def learned(self) -> Mapping[int, Learned]:
-        """Learned rates by rank, without a correction on trial."""
+        """Learned rates by rank, excluding a correction that is still on trial."""
         return dict(self._learned if self._before is None else self._before[1])
 
     def planned(self, health: Health) -> Health:
@@ -114,7 +114,7 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
-        """Start over if rates differ from those under observation."""
+        """Restart the observation if the rates have changed."""
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
@@ -139,9 +139,9 @@ def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bo
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return how long others waited for slow pipelines, relative to the rest of the step, and their slow ranks.
+    """Return how long other ranks waited for slow pipelines, as a fraction of the rest of the step, and the slow ranks.
 
-    If all ranks are healthy, it is the last pipeline's wait; if no pipeline is, 0.
+    If all ranks are healthy, the wait is the shortest wait of any rank. If all pipelines have slow ranks, it is 0.
     """
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
@@ -153,7 +153,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # Others did not wait for a pipeline that waited itself.
+    # A pipeline that waited itself did not delay the others.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

@@ -1,11 +1,11 @@
-"""Straggler monitor: rates of ranks from their measured seconds.
+"""Straggler monitor, which computes the rates of ranks from their measured seconds.
 
 On a shared CPU, wall-clock seconds are split by the kernel's thread statistics (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
-                       how slow the device is: stopped, throttled      how many others want its core
+                       slowdown of the device (stopped, throttled)     contention for its core
 
-A rank's rate is the product of both factors, judged apart because the second is noisy.
+A rank's rate is the product of the two factors, which are estimated separately because the second is noisy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import Slow
 
-CROWDED = 4.0  # standard deviations for contention, which comes in bursts
+CROWDED = 4.0  # threshold for contention, in standard deviations; contention comes in bursts
 
 
 @dataclass(frozen=True)
 class KindOfWork:
-    """Work that takes equal ranks the predicted time, up to a common factor."""
+    """Kind of work whose measured time on healthy ranks is the predicted time multiplied by a common factor."""
 
     type: str
     template: str
@@ -42,10 +42,10 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Judges the ranks of a run, on one of them; `costs` are those of healthy ranks.
+    """Measures the slowdowns of all ranks, on one rank; `costs` are the costs of healthy ranks.
 
     Attributes:
-        corrections: measured over predicted seconds of blocks, by rank.
+        corrections: ratio of measured to predicted seconds of blocks, by rank.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Monitor:
         self.corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a copy for renumbered ranks, by old numbers, without ranks that are gone."""
+        """Return a copy for renumbered ranks; `numbers` maps old numbers of remaining ranks to new numbers."""
         monitor = Monitor(costs)
         monitor._device, monitor._core = self._device.among(numbers), self._core.among(numbers)
         monitor._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
@@ -95,12 +95,12 @@ class Monitor:
         self._strategy = strategy
         if any(len(times.own) != len(self._templates) for times in ranks):
             raise Unsupported(
-                f"it knows {len(self._templates)} kinds of blocks, the model has {len(ranks[0].own)}",
+                f"the profile has {len(self._templates)} kinds of blocks, but the model has {len(ranks[0].own)}",
                 where=f"profile {self._costs.profile.name}",
                 remedy="measure this model with hydragraph profile",
             )
         if first_time:
-            return ()  # graphs are compiled and memory is allocated
+            return ()  # the first step compiles graphs and allocates memory
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
         crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
@@ -111,7 +111,7 @@ class Monitor:
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
             if whole > 0:  # forward and backward are timed together
                 self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Otherwise idle ranks' cores would be judged by old values.
+        # Idle ranks are included, because their cores would otherwise be judged by old values.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)
@@ -136,7 +136,7 @@ def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predict
     outline = costs.outline
     predicted: Predicted = {}
     for stage in place(outline, strategy, assignment.counts).stages:
-        # Blocks of one template take equally long.
+        # Blocks of the same template take the same time.
         learning: dict[tuple[str, bool], int] = {}
         first: dict[tuple[str, bool], str] = {}
         for position in stage.positions:

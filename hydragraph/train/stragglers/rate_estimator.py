@@ -1,20 +1,20 @@
-"""Straggling rates from noisy measurements.
+"""Estimation of ranks' slowdowns from noisy measurements.
 
 Each iteration gives measured and predicted seconds for every rank and kind of work (a template in a kind of stage on a
-type of device). Three unknowns explain their ratio:
+type of device). Three unknowns explain the ratio of measured to predicted seconds:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
-- factor: the error of the cost model, a median over iterations of the ranks that are as fast as others.
-- common: the slowdown of all ranks alike, such as a busy machine: the lower median over ranks.
-- rate: the remainder. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above CERTAIN
-  times the scatter of all healthy ranks. If noise reaches the square of `enter`, twice as many iterations must agree.
-  A rank is healthy again once as many lie below `leave`.
-- scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations, which reflects
-  bursts: both are one standard deviation for normal errors.
+- factor: the error of the cost model for a kind of work, the median over iterations of ranks that are not slow.
+- common: a slowdown that all ranks share, such as a busy machine, the lower median over ranks.
+- rate: the remaining slowdown of a rank. A rank becomes a straggler when NEEDED of its last OF iterations are above
+  `enter`, and above CERTAIN times the scatter of healthy ranks. If the noise exceeds the square of `enter`, twice as
+  many iterations must agree. A straggler becomes healthy when the same number of iterations is below `leave`.
+- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. For normal
+  errors, both equal the standard deviation; the percentile also detects bursts.
 
-With less than LITTLE of the busiest rank's work, a rank's rate can only fall, because unpredicted parts dominate. The
-first slow iteration is left out of a rate if it was slow only in part.
+If a rank has less than LITTLE of the busiest rank's work, its rate can only fall, because unpredicted costs dominate.
+The first slow iteration is excluded from a rate if only a part of the iteration was slow.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # iterations that define healthy, for the run and each kind of work
+CALIBRATION = 5  # minimum number of iterations to calibrate a kind of work
 WINDOW = 32  # iterations for medians
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
-CHANGE = 1.25  # factor of a straggler's rate that is reported again
-PARTIAL = 0.85  # fraction of later ratios below which a first iteration was slow only in part
+CHANGE = 1.25  # minimum change of a straggler's rate, as a factor, that is reported
+PARTIAL = 0.85  # if the first slow iteration is below this fraction of later ones, it was only partly slow
 LITTLE = 0.1  # fraction of the busiest rank's expected seconds
-SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
+SHARED = 0.5  # minimum fraction of a rank's predicted seconds that calibrated kinds of work cover
 
 _T = TypeVar("_T")
 
@@ -48,7 +48,7 @@ class Sensitivity:
     """Thresholds for rates.
 
     Attributes:
-        enter, leave: least slowdown of a straggler, largest of a healthy rank.
+        enter, leave: minimum slowdown of a straggler, and maximum slowdown of a healthy rank.
     """
 
     enter: float = 1.3
@@ -57,7 +57,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a rank's rate; 1: healthy."""
+    """A change of a rank's rate; a rate of 1 is healthy."""
 
     rank: int
     before: float
@@ -85,7 +85,7 @@ class Estimator:
     """Rates of ranks, updated after each iteration.
 
     Args:
-        certain: standard deviations of healthy ranks' residuals that a straggler must exceed.
+        certain: threshold for stragglers, in standard deviations of healthy ranks' residuals.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return a copy for renumbered ranks, by old numbers, without ranks that are gone."""
+        """Return a copy for renumbered ranks; `numbers` maps old numbers of remaining ranks to new numbers."""
 
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
@@ -137,7 +137,7 @@ class Estimator:
         """Record one iteration; return changed rates.
 
         Args:
-            idle: for ranks that did not compute, the slowdown of a probe relative to a healthy device.
+            idle: slowdown of a probe relative to a healthy device, for ranks that did not compute.
         """
         rank_seconds = self._known(work)
         logs = {rank: math.log(measured / expected) for rank, (measured, expected) in rank_seconds.items()}
@@ -147,7 +147,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # A rank found slow meanwhile adds no noise.
+            # A rank that was found slow in the meantime adds no noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
@@ -194,10 +194,10 @@ class Estimator:
                 self._kind(kind).logs.append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return the log slowdown of far slower ranks, on kinds of work that several run.
+        """Return the log slowdown of ranks that are much slower than others at the same kinds of work.
 
-        This is the first sweep of a median polish (Tukey, 1977). So a rank that is slow from the start is not taken
-        for an error of the cost model.
+        This is the first sweep of a median polish (Tukey, 1977). It distinguishes a rank that is slow from the start
+        from an error of the cost model.
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():

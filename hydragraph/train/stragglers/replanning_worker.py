@@ -1,4 +1,4 @@
-"""The replanning process, which answers questions from stdin on stdout."""
+"""The replanning process, which reads questions from stdin and writes answers to stdout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # Signals reach the whole process group, and training may finish a step first.
+    # Signals are sent to the whole process group, but training may finish a step first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)

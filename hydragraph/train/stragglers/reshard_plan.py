@@ -1,12 +1,13 @@
-"""The home of the state for the ranks' speeds and memory, and bounded moves to it.
+"""Choice of the home of the state by the ranks' speed and memory, and bounded moves of the state.
 
-Every owner sums the gradients of its share and updates it after the last push; a step ends with the slowest owner:
+Every owner sums the gradients of its share of the state and updates this share after the last push. A step ends when
+the slowest owner is done:
 
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
-The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows. A very slow rank should own
-none, since owners exchange messages for every bucket. A move costs the time in which the rank that receives most waits
-for the gradients of those elements (`hydragraph.engine.live_reshard`).
+The maximum is smallest if shares are proportional to 1 / rate, within the limits of memory. A very slow rank should own
+no state, because owners exchange messages for every bucket. The cost of a move is the time that the rank with the most
+received elements waits for the gradients of these elements (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
 GAIN = 1.2  # required gain of a move, as a multiple of its cost
-GRADIENT_BYTES = 4  # per element, as gradients are handed on
+GRADIENT_BYTES = 4  # bytes per gradient element
 ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise does not change them
-TIGHT = 1.01  # required memory, as a multiple of unrounded shares
+TIGHT = 1.01  # required memory, as a multiple of the memory for unrounded shares
 
 
 @dataclass(frozen=True)
 class StateCosts:
-    """Cost of holding, updating and moving state.
+    """Costs of storing, updating and moving state.
 
     Attributes:
-        update_s: seconds of a healthy device for the whole state (U).
-        bytes_per_element: bytes that move: weights and optimizer state (12 with Adam).
-        free_bytes: memory available for state, by rank; None: enough.
-        held_bytes: memory per element, with gradient and messages; None: `bytes_per_element`.
-        messages_s: seconds of a healthy owner for a step's messages.
+        update_s: seconds that a healthy device takes to update the whole state (U).
+        bytes_per_element: bytes moved per element: weights and optimizer state (12 with Adam).
+        free_bytes: memory available for state, by rank; None: unlimited.
+        held_bytes: memory per element, including gradient and messages; None: `bytes_per_element`.
+        messages_s: seconds that a healthy owner takes for the messages of a step.
     """
 
     update_s: float
@@ -60,7 +61,7 @@ class Rehoming:
     """A home that is worth moving to.
 
     Attributes:
-        before_s, after_s: seconds of the owners per step, before and after the move.
+        before_s, after_s: seconds that the slowest owner takes per step, before and after the move.
     """
 
     home: Home
@@ -79,19 +80,19 @@ def rehoming(
     steps: int,
     question: HomeQuestion | None = None,
 ) -> Rehoming | None:
-    """Return a home that pays off within `steps`, if any.
+    """Return a home to move to if the move pays off within `steps`, else None.
 
     Args:
-        running: the current home, with nodes if it has copies.
+        running: the current home; if it has copies, its `nodes` are set.
         ranks: number of ranks, none of them lost.
-        buckets: their own shares are dropped, unless `question` assigns others.
-        question: of `cost.home_choice`: its home is another candidate, and exchanges count.
+        buckets: buckets of the state. Shares of single buckets are dropped unless `question` assigns new shares.
+        question: question for `cost.home_choice`, whose answer is another candidate; exchanges then count as costs.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
     """
     if any(rank < ranks for rank in health.lost):
-        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: move the others to a world without them")
+        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: first form a world without these ranks")
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
     if question is not None:
         homes.append(replace(choose_home(question), nodes=running.nodes))
@@ -108,20 +109,20 @@ def rehoming(
     fits = _fits(running, ranks, buckets, costs)
     if fits and (not fitting or (before - after) * steps <= GAIN * moving):
         return None
-    slow = ", ".join(f"rank {rank} {rate:.2f}x" for rank, rate in health.rates.items())
+    slow = ", ".join(f"rank {rank} ({rate:.2f}x)" for rank, rate in health.rates.items())
     waited = f"owners wait for {slow or 'the one with the largest share'}"
     if question is not None and not slow:
-        waited = "the state is placed for other strategies than those that run"
+        waited = "the state is placed for strategies that no longer run"
     cause = waited if fits else "a rank has too little memory for its share"
     why = (
-        f"{cause}: {before:.4f} s of each step become {after:.4f} s, for "
-        f"{moving:.2f} s of moving; {steps} steps are left"
+        f"{cause}: owners will take {after:.4f} s instead of {before:.4f} s per step, and the move takes "
+        f"{moving:.2f} s; {steps} steps remain"
     )
     return Rehoming(home, before, after, moving, why)
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Return costs that leave room for the old and the new part of a bucket."""
+    """Reduce the available memory, so that the old and the new part of a bucket fit during a move."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
@@ -133,7 +134,7 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return homes of all ranks, without the slowest, without the two slowest, ..."""
+    """Return homes that use all ranks, all except the slowest rank, all except the two slowest, ..."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
@@ -161,10 +162,10 @@ def best_shares(
     without: Collection[int] = (),
     rounded: bool = True,
 ) -> tuple[float, ...]:
-    """Return the share of each rank, the largest 1: proportional to its speed, as far as its memory allows.
+    """Return the share of each rank, proportional to its speed within the limits of its memory; the largest is 1.
 
     Args:
-        elements: of the state, with copies.
+        elements: number of elements of the state, including copies.
         without: ranks that own no state.
 
     Raises:
@@ -178,7 +179,7 @@ def best_shares(
     if room.sum() < 1:
         need = elements * costs.held_per_element
         raise ValueError(
-            f"rehoming: the state takes {need / 1e9:.2f} GB, and ranks have {room.sum() * need / 1e9:.2f} GB in all: "
+            f"rehoming: the state takes {need / 1e9:.2f} GB, but ranks have {room.sum() * need / 1e9:.2f} GB in all: "
             "use more ranks, or fewer copies"
         )
     share = np.zeros(ranks)
@@ -206,7 +207,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the homes of a move in stages: each moves at most `elements` per rank, or one bucket.
+    """Yield the homes of a move in stages; each stage moves at most `elements` per rank, or one bucket.
 
     If copies or nodes differ, the only stage is the new home.
     """
@@ -229,10 +230,10 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Return whether ranks have memory for each stage's current shares and new parts together.
+    """Return whether all ranks have memory for their current shares plus their new parts in every stage of a move.
 
     Args:
-        way: homes, the running one first.
+        way: homes of the stages, starting with the running home.
     """
     if costs.free_bytes is None:
         return True

@@ -1,7 +1,8 @@
-"""Resharding policy of the leading rank: a slow rank owns less state if that pays off.
+"""Resharding policy of the leading rank: a slow rank owns less state if the move pays off.
 
-A rank receives a part within BESIDE of a step, so that training waits only for its gradients (`Executable.rehome`).
-Owners chosen for the strategies are chosen again once others have run.
+State moves in parts. A rank receives a part within the fraction BESIDE of a step, so that training waits only for the
+gradients of the part (`Executable.rehome`). Owners that depend on the strategies are chosen again when other strategies
+have run.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned
 from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5  # fraction of a step within which a part must arrive
-COOLDOWN = 6  # steps between two decisions
-MIX = 16  # recent steps whose strategies count
-CHANGED = 0.25  # fraction of them that must differ before a home is chosen again
+COOLDOWN = 6  # minimum number of steps between two decisions
+MIX = 16  # number of recent steps whose strategies are considered
+CHANGED = 0.25  # fraction of the recent steps that must differ before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
-    """Return the cost of state: measured updates, moves over the slowest link."""
+    """Return the costs of state, from measured update times and the slowest link."""
     ranks = range(costs.ranks)
     updates = [costs.piece_profile(rank).update for rank in ranks]
     elements = sum(bucket.size for bucket in costs.buckets)
@@ -41,11 +42,11 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Add the memory that strategies and messages leave.
+    """Add to the costs the memory that strategies and messages leave for the state.
 
     Args:
-        tokens: tokens of the largest mini-batch.
-        owned: elements by rank in the current home, which always fit.
+        tokens: number of tokens in the largest mini-batch.
+        owned: number of elements that each rank owns now; they always fit.
     """
     beside = [0.0] * costs.ranks
     for strategy in strategies:
@@ -60,12 +61,12 @@ def with_room(
 
 @dataclass(eq=False)
 class Following:
-    """Decides where state lives, and in which parts it moves there.
+    """Decides which ranks own the state, and in which parts the state moves.
 
     Attributes:
-        home: the current home, with nodes if it has copies.
-        memory: costs with the memory of ranks; None: memory is not limited.
-        rule: for choosing owners for the running strategies, with `memory`; None: they are not chosen.
+        home: the current home; if it has copies, its `nodes` are set.
+        memory: costs that include the memory of ranks; None: memory is not limited.
+        rule: rule for choosing owners by the running strategies; needs `memory`. None: strategies have no effect.
     """
 
     home: Home
@@ -87,7 +88,7 @@ class Following:
 
     @property
     def next(self) -> Home | None:
-        """Home for the next step; None: state stays, or is already moving."""
+        """Home to move to in the next step; None: no move is due, or a part is already moving."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property
@@ -96,7 +97,7 @@ class Following:
 
     @property
     def moving(self) -> bool:
-        """Whether more parts follow the one that moves now."""
+        """Whether more parts will move after the part that is moving now."""
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
@@ -108,8 +109,8 @@ class Following:
         """Decide after a step; return the decision, if any.
 
         Args:
-            strategies: the one that ran, then others that may run.
-            tokens: tokens of the largest mini-batch.
+            strategies: the strategy that ran, then other strategies that may run.
+            tokens: number of tokens in the largest mini-batch.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:

@@ -15,7 +15,7 @@ from typing import Literal
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
-# Titles in the order of pictures.
+# Titles of events, in the order in which pictures show them.
 TITLES: Mapping[Name, str] = {
     "fault": "rank lost",
     "leave": "rank left",
@@ -29,7 +29,7 @@ TITLES: Mapping[Name, str] = {
     "saved": "saved",
 }
 
-# Part of a "resumed" event's reason.
+# Text in the reason of a "resumed" event in which state was lost.
 STATE_LOST = "state was lost"
 
 
@@ -42,9 +42,9 @@ class RunEvent:
     """An event of a run.
 
     Attributes:
-        step: last step before it.
-        seconds: for `resumed`, from a failure until training continued; for `saved`, waited; for a switch, its
-            expected cost.
+        step: last step before the event.
+        seconds: for `resumed`, time from a failure until training continued; for `saved`, time that training waited;
+            for `switch`, expected cost.
         before_s, after_s: expected seconds of a step without and with a decision.
         lost_steps: steps that were undone because state was lost.
         read_bytes: bytes of checkpoint pieces by place: memory, disk and store.
@@ -66,7 +66,7 @@ class RunEvent:
 
     @property
     def line(self) -> str:
-        """The event as JSON."""
+        """The event as one line of JSON."""
         record = asdict(self)
         record["ranks"] = list(self.ranks)
         record["seconds"] = round(self.seconds, 4)
@@ -115,4 +115,4 @@ def _parse(line: str, place: str) -> RunEvent:
         record["rates"] = {int(rank): float(rate) for rank, rate in record.get("rates", {}).items()}
         return RunEvent(**{f.name: record[f.name] for f in fields(RunEvent) if f.name in record})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{place}: not an event ({error}): delete the line") from None
+        raise ValueError(f"{place} is not an event ({error}): delete the line") from None

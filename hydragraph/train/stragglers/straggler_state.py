@@ -1,4 +1,4 @@
-"""State of a slow rank, kept for the next leading rank."""
+"""State of a slow rank, which the next leading rank can read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ SAME = 1.6  # factor up to which rates count as equal
 
 
 class Learned(NamedTuple):
-    """A rank's known rate, and the rate that it is planned with."""
+    """A rank's measured rate, and the rate that plans use for the rank."""
 
     known: float
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether this applies to a rate, between about the known and the planned one."""
+        """Return whether a measured rate is roughly between `known` and `planned`, so that `planned` applies."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
@@ -24,9 +24,9 @@ class Slow:
     """A slow rank.
 
     Attributes:
-        device: slowdown of the device, alone on its core.
-        core: further slowdown by other processes on its core.
-        learned: set if others waited for it.
+        device: slowdown of the device without contention.
+        core: further slowdown by other processes on the same core.
+        learned: rates learned because other ranks waited for this rank, if any.
     """
 
     device: float = 1.0

@@ -57,8 +57,8 @@ def test_kinds_are_read_and_those_that_never_come_are_refused(tmp_path: Path) ->
     assert read_kinds("", replace(config, ranks=1)) == ()
     assert read_kinds("two, again,kill", config) == ("kill", "two", "again")
     for text, changed, words in (
-        ("two,none", config, "kinds has 'none': give some of kill, "),
-        ("two", replace(config, ranks=2), "ranks is 2: these kinds need 3, so that one is left"),
+        ("two,none", config, "kinds has the unknown kind 'none': use kill, "),
+        ("two", replace(config, ranks=2), "ranks is 2: set at least 3, so that a rank survives these kinds"),
         ("checkpoint", replace(config, checkpoint_every=0), "set checkpoint_every"),
         ("switch", config, "set elastic.replan"),
         ("preempt", config, "ranks is 3: a strike of kind preempt needs 2 machines of 2 ranks each"),
@@ -79,7 +79,7 @@ def test_what_became_of_a_run() -> None:
 
     calm = Disturbed(0, (ended(1, 0, 3.0), ended(2, 1, 2.0), ended(3, 2, 1.0)))
     event = RunEvent(
-        1, "resumed", (0,), 0.5, "state was lost, so all returned to the checkpoint after step 0", lost_steps=3
+        1, "resumed", (0,), 0.5, "state was lost, so all ranks returned to the checkpoint after step 0", lost_steps=3
     )
     event = replace(event, time="2026-11-22T20:00:01.500+00:00")
     wild = replace(calm, metrics=(ended(1, 0, 3.0), ended(2, 3, 2.0), ended(3, 4, 1.01)), events=(event,), left=(7,))
@@ -91,7 +91,9 @@ def test_what_became_of_a_run() -> None:
     assert told["goodput"] == "50 tokens/s, 50% of 100"
     assert told["pauses"] == "1: median 0.50 s, longest 0.50 s"
     assert told["times that state was lost"] == "1; 3 steps were trained again"
-    assert told["of it"] == ("2.0 s at full speed, 0.5 s of pauses, 1.5 s of lost work, 0.0 s by slower steps")
+    assert told["wall time by cause"] == (
+        "2.0 s at full speed, 0.5 s of pauses, 1.5 s of lost work, 0.0 s by slower steps"
+    )
     assert told["processes left behind"] == "1"
     assert "read in pieces" not in told
     read = replace(event, read_bytes={"memory": 3_000_000, "disk": 500_000, "store": 0})

@@ -127,7 +127,7 @@ def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPa
     planner = Replanner()
     answer = _answer(planner)
     planner.close()
-    assert answer.refused.startswith("the process that plans has ended")
+    assert answer.refused.startswith("the planning process has ended")
     assert [process.poll() for process in started] == [0, 0]
     assert planner.process is None
 

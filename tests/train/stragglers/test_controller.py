@@ -246,7 +246,7 @@ def test_what_does_not_pay_is_told_and_not_done(planner: Answering, why: str) ->
     events = run(controller, monitor, {10: 2.57}, 14)
     assert [(event.event, event.done) for event in events] == [("straggler", True), ("replan", False)]
     assert why in events[1].why
-    assert events[1].why.startswith("stays")
+    assert events[1].why.startswith("no switch")
     assert not switched
 
 

@@ -46,7 +46,7 @@ def test_a_slow_rank_owns_less_where_steps_enough_are_to_come() -> None:
     assert found.before_s == pytest.approx(0.4 / 4 * 5)
     assert found.after_s == pytest.approx(0.4 / 3.2, rel=0.01)
     assert found.moving_s == pytest.approx(max(received(Home(), found.home, 4, BUCKETS)) * 4e-6)
-    assert "rank 1 5.00x" in found.why
+    assert "rank 1 (5.00x)" in found.why
     assert rehoming(Home(), 4, BUCKETS, health, COSTS, steps=0) is None
     assert rehoming(found.home, 4, BUCKETS, health, COSTS, steps=1000) is None, "the state is already there"
     assert rehoming(Home(), 4, BUCKETS, Health(), COSTS, steps=1000) is None, "nobody is slow"
@@ -76,7 +76,7 @@ def test_memory_counts_before_speed() -> None:
     assert (found.home.copies, found.home.nodes) == (2, (0, 1, 2))
     layouts = HomeLayouts(found.home, 3)
     assert sum(layouts.of(bucket).local_size(2) for bucket in BUCKETS) <= WHOLE * 0.25 + 8 * len(BUCKETS)
-    with pytest.raises(ValueError, match=r"the state takes .* GB, and ranks have .* GB in all"):
+    with pytest.raises(ValueError, match=r"the state takes .* GB, but ranks have .* GB in all"):
         rehoming(home, 3, BUCKETS, Health(), StateCosts(0.4, 12, 1e6, [1e4] * 3), 100)
     with pytest.raises(ValueError, match=r"ranks \[2\] are lost"):
         rehoming(home, 3, BUCKETS, Health({2: math.inf}), COSTS, 100)

@@ -76,7 +76,7 @@ def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> Non
     for step in range(1, MIX):
         assert moving.stepped(step, Health(), 100.0, [pipeline, both]) == (), "too few steps to tell"
     (event,) = moving.stepped(MIX, Health(), 100.0, [pipeline, both])
-    assert "the state is placed for other strategies than those that run" in event.why
+    assert "the state is placed for strategies that no longer run" in event.why
     assert moving.target == of_stages
     moving.begun()
     events = [e for step in range(MIX + 1, 4 * MIX) for e in moving.stepped(step, Health(), 100.0, [both, pipeline])]
