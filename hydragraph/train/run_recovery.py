@@ -219,7 +219,7 @@ def resumed(
     survived, _ = told[-1]
     step = survived.step
     strategies = " or ".join(map(str, survived.strategies))
-    state = f"no state was lost, and {moved / 1e6:.3g} MB of it moved"
+    state = f"all state was kept, and {moved / 1e6:.3g} MB moved"
     lost = 0
     if survived.restored is not None:
         lost = 0 if undone is None else max(0, undone - survived.restored)

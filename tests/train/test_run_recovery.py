@@ -24,6 +24,7 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.step_reporting import open_log
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.straggler_setup import controller_of
+from hydragraph.train.stragglers.run_events import STATE_LOST
 from hydragraph.train.stragglers.straggler_state import Learned, Slow
 from hydragraph.train.train_state import Run, TrainState
 from tests.cost import priced
@@ -123,6 +124,7 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     assert [paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
     on = resumed(told, 2, None, 10**6, 0.75)
     assert (on.seconds, on.moved_bytes, on.ranks) == (0.75, 10**6, (0, 1))
+    assert STATE_LOST not in on.why, "`hydragraph chaos` would count it as a loss of state"
     back = resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
     assert back.lost_steps == 2
     assert "all ranks returned to the checkpoint after step 1, 2 steps earlier" in back.why
