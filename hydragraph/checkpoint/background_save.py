@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
-Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). The thread
-has its own communicators. A normal exit waits for the thread, because it is not a daemon.
+Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). A normal
+exit waits for the thread, because it is not a daemon.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait for the last save and close the communicators."""
         try:
             self.wait()
         finally:

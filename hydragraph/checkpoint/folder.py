@@ -22,12 +22,10 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of the checkpoint saved after a step."""
     return f"step-{step:08d}"
 
 
 def latest(directory: PathLike) -> Path | None:
-    """Return the complete checkpoint `step-N` with the highest N in a directory, or None."""
     checkpoints = complete(directory)
     return checkpoints[-1][1] if checkpoints else None
 
@@ -65,7 +63,6 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
 
 
 def make_scratch(path: Path) -> Path:
-    """Create the scratch directory of a checkpoint; `commit` renames it."""
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"checkpoint {path}: it exists, but has no {MARKER}, so it is not a checkpoint: choose another path or "
@@ -82,7 +79,6 @@ def written_files(scratch: Path, rank: int) -> dict[str, SavedFile]:
 
 
 def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
-    """Complete the checkpoint in a scratch directory, and move the directory to its path."""
     unseen = [name for name in manifest.files if not (scratch / name).is_file()]
     if unseen:
         raise ValueError(

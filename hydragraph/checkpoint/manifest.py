@@ -36,7 +36,6 @@ class CheckpointManifest:
     """Contents of `complete.json`.
 
     Attributes:
-        ranks: number of ranks at the save.
         optimizer: class name; None if only weights were saved.
     """
 
@@ -114,7 +113,6 @@ def _plain(name: str) -> str:
 
 
 def damage(path: Path, expected: SavedFile) -> str | None:
-    """Return how a file differs from its entry in the manifest, or None."""
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
     try:

@@ -23,7 +23,6 @@ class Plain:
 
     Attributes:
         groups: parameter names by group.
-        hyperparameters: values by name, for each group.
         scalars: parameter -> state -> value; on each rank, for the parameters of which it owns elements.
     """
 
@@ -33,7 +32,6 @@ class Plain:
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Return the optimizer's class name in a checkpoint."""
     return None if optimizer is None else type(optimizer).__name__
 
 
@@ -50,7 +48,6 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
-    """Return this rank's shards of per-element states, by name in the checkpoint."""
     states = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():

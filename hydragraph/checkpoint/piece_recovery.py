@@ -252,7 +252,6 @@ def _begin(
 
 
 def _exchange(reading: _PieceReader, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
-    """Exchange one window of reads; return the number of bytes received."""
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
     leaving = [
         [data[f] for f in window if f.reader == rank and peer in f.receivers and peer != rank] for peer in range(ranks)

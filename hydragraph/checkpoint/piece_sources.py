@@ -66,7 +66,6 @@ def fetch_plan(
     """Plan which rank reads which elements from which place; all ranks compute the same plan.
 
     Args:
-        held: pieces of one checkpoint, by place.
         nodes: node of each rank.
         needed: elements that each rank needs, by bucket.
 
@@ -110,7 +109,6 @@ def _fetches(
     hi: int,
     needing: Sequence[int],
 ) -> Iterator[Fetch]:
-    # Nearest place of each rank, and the piece there.
     reach: dict[int, tuple[Tier, StatePiece]] = {}
     for piece, places in having.items():
         for place in places:

@@ -74,12 +74,7 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint to write.
-
-    Attributes:
-        contents: this rank's part of every entry.
-        optimizer: class name; None if only weights are saved.
-    """
+    """One rank's part of a checkpoint to write."""
 
     path: Path
     scratch: Path
@@ -88,7 +83,6 @@ class PendingCheckpoint:
     optimizer: str | None
 
     def snapshot(self) -> PendingCheckpoint:
-        """Copy the tensors to CPU memory."""
         copies = {n: v.copied() if isinstance(v, OwnedBoxes) else v for n, v in self.contents.items()}
         return replace(self, contents=copies)
 
@@ -189,7 +183,6 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
 
 def read_steps(path: Path) -> int:
-    """Read a checkpoint's number of steps, in a single process."""
     contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
     read_entries(contents, Reader(path, read_manifest(path).files))
     steps: int = decoded(cast(bytes, contents[ENTRY]))["extra"]["steps"]

@@ -5,9 +5,6 @@ file:
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements
     step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
-
-Readers use the newest complete checkpoint. A directory's name ends with a series, which changes when training returns
-to an earlier step.
 """
 
 from __future__ import annotations
@@ -59,7 +56,6 @@ class Kept:
 
     @staticmethod
     def of(folder: str) -> Kept | None:
-        """Parse the name of a checkpoint's directory; return None for other directories."""
         match = _STEP.fullmatch(folder)
         return None if match is None else Kept(int(match[1]), match[2])
 

@@ -33,7 +33,6 @@ class Family:
         return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the names in `names` that belong to the family."""
         recognised: set[str] = set()
         for own in self._names():
             recognised |= names & own

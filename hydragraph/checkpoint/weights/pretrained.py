@@ -1,7 +1,4 @@
-"""Loader of safetensors directories: each rank reads all headers, but only the elements that it owns.
-
-`transformers.conversion_mapping` maps names in files to names of the model.
-"""
+"""Loader of safetensors directories: each rank reads all headers, but only the elements that it owns."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class Names:
 
     Attributes:
         sources: key of the model's state dict -> canonical parameter or buffer.
-        conversions: transformers' conversions, in order.
         prefix: prefix of the base model's names, in files of a model with a head; None for a custom module.
     """
 
@@ -50,7 +46,6 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
-        """Collect the names from a model, even on the meta device."""
         if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -67,7 +62,7 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return the files' tensors with their names in the model, which may not have all of them."""
+        """Return the files' tensors with their names in the model."""
         if self.prefix is None:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

@@ -27,12 +27,10 @@ class Shell:
 
     @staticmethod
     def of(model: nn.Module) -> Shell | None:
-        """Copy a model without its weights; None for a model that is not from transformers."""
         return Shell(meta_copy(model, torch.float32)) if is_huggingface(model) else None
 
     @cached_property
     def fp32_keys(self) -> frozenset[str]:
-        """Keys of the state dict that the model's classes keep in fp32."""
         return fp32_keys(self.model)
 
     def keys(self, merged: bool) -> frozenset[str] | None:
@@ -46,7 +44,6 @@ class Shell:
 
         Args:
             state: full CPU tensors of `keys`.
-            merged: whether to merge active adapters into the base model.
             dtype: dtype of floating-point tensors, except `fp32_keys`.
         """
         if self.keys(merged) is not None:

@@ -32,7 +32,6 @@ class Stored:
 
 
 def contents(path: Path) -> dict[str, Stored]:
-    """Read the headers of all files of a directory; return the tensors by their key."""
     files, places = _files(path)
     tensors = {}
     for file in files:
@@ -101,6 +100,5 @@ def _reader(part: Any) -> Read:
 
 
 def shortened(texts: Sequence[str], most: int = 3) -> str:
-    """Join at most `most` texts, and append the number of other texts."""
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + rest

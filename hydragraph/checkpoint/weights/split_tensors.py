@@ -23,7 +23,6 @@ class StoredPiece:
 
     Attributes:
         at: start of the piece in the model's tensor; negative if that tensor is a later part of the piece.
-        lacks: dimensions that the piece does not have.
     """
 
     stored: Stored
@@ -36,7 +35,6 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return the overlap with a box of the model's tensor, or None."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
@@ -58,8 +56,6 @@ class StoredOverlap:
 
     Attributes:
         source: offsets and sizes within the piece's tensor.
-        target: slices of the box.
-        sizes: sizes of the overlap.
     """
 
     source: tuple[list[int], list[int]]
