@@ -33,7 +33,6 @@ _BASE_CHATML = (
 
 
 def chatml(special: Collection[str], end: str) -> str:
-    """Return the ChatML template for a tokenizer; if the tokenizer has no `<|im_end|>`, turns end with `end`."""
     return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 
 

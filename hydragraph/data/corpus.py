@@ -21,13 +21,7 @@ from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document
 
 @dataclass
 class CorpusReport:
-    """Counts of a corpus, which `documents` updates while it is iterated.
-
-    Attributes:
-        empty: number of skipped documents without text.
-        unread: non-empty fields that are not read.
-        bytes, read: size of the corpus, and bytes read so far.
-    """
+    """Counts of a corpus, which `documents` updates while it is iterated."""
 
     documents: int = 0
     empty: int = 0
@@ -91,7 +85,7 @@ class Placed:
     document: Document
 
 
-_Found = tuple[str, Document | Preference | None]  # a place and its contents
+_Found = tuple[str, Document | Preference | None]
 
 
 def documents(
@@ -117,7 +111,6 @@ def documents(
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return the formats of a corpus's files, from the first record of each file."""
     seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
         suffix = suffix_of(path)
@@ -134,7 +127,7 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
 
 
 _LOOKED_AT_RECORDS = 100
-_LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")  # a JSON object in each line
+_LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 _LOOKED_AT = 4096
 
 
@@ -212,7 +205,6 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
 
 
 def _of_training(paths: list[Path], root: Path) -> list[Path]:
-    """Omit evaluation splits if there are training splits."""
     names = {path: str(path.relative_to(root)) for path in paths}
     evaluated = [path for path in paths if _EVALUATION.search(names[path]) and not _TRAIN.search(names[path])]
     trained = [path for path in paths if path not in evaluated]
@@ -220,7 +212,6 @@ def _of_training(paths: list[Path], root: Path) -> list[Path]:
 
 
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files in the corpus's directories that are not read."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 

@@ -25,7 +25,6 @@ _ROLES = ("user", "assistant", "system", "tool")  # in any letter case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
-# Other names of prompts and completions.
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
@@ -132,7 +131,6 @@ class Fields:
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return the format of records with these fields; errors show `place` and `kind`."""
         needed: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages,),
@@ -212,7 +210,6 @@ class Fields:
     def _compared(
         self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str
     ) -> list[Conversation]:
-        """Return conversations whose common first messages are not trained."""
         before = self._before(record, place)
         system = self._system(record)
         if not before and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
@@ -440,7 +437,6 @@ def _parts(parts: Sequence[object], where: str) -> str:
 
 
 def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
-    """Check tool calls; arguments stay a mapping, or JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where}: tool_calls is a {type(calls).__name__}: give a list of {{function: ...}}")
     checked: list[Mapping[str, Any]] = []
@@ -492,7 +488,6 @@ def texts_of(document: Document) -> list[str]:
 
 
 def characters_of(document: Document) -> int:
-    """Return the approximate length of a document."""
     if isinstance(document, TokenIds):
         return len(document.ids)
     return sum(map(len, texts_of(document)))

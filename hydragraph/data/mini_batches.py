@@ -164,7 +164,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Skip the next mini-batch; return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
@@ -194,7 +193,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         return [int(self.chunks.lengths[chunk]) for chunk in self._unit(int(self._order[self._position]))]
 
     def take(self) -> list[int]:
-        """Advance past the next chunk or pair; return its chunks for `read`."""
         unit = int(self._order[self._position])
         self._position += 1
         if self._position == len(self._order):
@@ -207,7 +205,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         return list(range(unit * self._together, (unit + 1) * self._together))
 
     def read(self, chunk: int, with_score: bool = True) -> Drawn:
-        """Read a chunk, with its score if it has one."""
         document = int(self.chunks.documents[chunk])
         start = int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])
@@ -221,11 +218,9 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     @property
     def identity(self) -> str:
-        """Settings that determine the chunks, as text."""
         return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
     def state_dict(self) -> dict[str, int | float | str]:
-        """Return the position of the next mini-batch, and the settings."""
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

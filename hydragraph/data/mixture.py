@@ -15,7 +15,6 @@ class Mixture(Iterator[list[Drawn]]):
 
     Args:
         members: streams of the corpora; their budgets are ignored.
-        weights: positive numbers, proportional to the corpora's shares of the tokens.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:

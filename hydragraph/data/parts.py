@@ -36,7 +36,6 @@ class EncodedParts:
 
         Args:
             documents: the whole corpus, always in the same order.
-            progress: called with the number of finished documents.
         """
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()

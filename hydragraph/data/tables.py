@@ -94,7 +94,6 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
 
 
 def _csv(csv: Any, path: Path, delimiter: str) -> Any:
-    """Open a CSV file, compressed or not, and read all values as texts."""
     how = {
         "read_options": csv.ReadOptions(block_size=_CSV_BYTES),
         "parse_options": csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),

@@ -195,7 +195,6 @@ class _Written:
             raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as a string")
 
     def marked(self, trained: Sequence[int]) -> list[Span]:
-        """Return the spans that the template marks in these messages."""
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
         if len(trained) < len(says):
@@ -239,12 +238,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn's content and ending, if the template renders the last turn differently.
-
-        Args:
-            before: text before the turn, with the generation prompt.
-            after: text up to the end of the turn.
-        """
+        """Return the span of a turn's content and ending, if the template renders the last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:
@@ -309,12 +303,10 @@ def _with(messages: Sequence[Message], i: int, message: Message) -> list[Message
 
 
 def _said(message: Message) -> str:
-    """Return a message's content without the thoughts that templates remove."""
     return str(message["content"]).rpartition(_AFTER_THOUGHTS)[2].strip()
 
 
 def _probed(message: Message) -> Message:
-    """Replace a message's content by the placeholder; without content, replace its first tool call."""
     if message["content"] or not message.get("tool_calls"):
         content = message["content"]
         return {**message, "content": [{"type": "text", "text": _PROBE}] if isinstance(content, list) else _PROBE}

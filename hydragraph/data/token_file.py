@@ -51,9 +51,7 @@ class _Header:
     """Header of a token file.
 
     Attributes:
-        item_bytes: size of one token in bytes: 2 or 4.
         documents, tokens: counts, including end-of-text tokens.
-        targeted: 1 if tokens store whether they are targets, else 0.
     """
 
     item_bytes: int
@@ -83,7 +81,6 @@ class TokenFile:
 
     Attributes:
         lengths: number of tokens of each document, with the end-of-text token: int64 [documents].
-        targeted: whether only some tokens are targets (see `targets`).
         fingerprint: a hash of the content, 64 hexadecimal digits.
     """
 
@@ -169,7 +166,6 @@ class TokenFile:
         return int(np.searchsorted(self._offsets, tokens, side="right")) - 1
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
-        """Pickle only the path."""
         return TokenFile.open, (self.path,)
 
 
@@ -197,7 +193,6 @@ def write_encoded(
 
     Args:
         vocabulary: exclusive upper bound of all tokens.
-        targeted: whether the file stores which tokens are targets.
 
     Raises:
         NoText: the corpus is empty.
@@ -214,7 +209,6 @@ def write_encoded(
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()) -> list[Encoded]:
-    """Return texts as tokens that start with `begin` and end with `end`."""
     begins = list(begin)
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     every = (encoding.ids for encoding in encodings)
@@ -222,7 +216,6 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Se
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group documents into batches with limited numbers of documents and characters."""
     batch: list[T] = []
     characters = 0
     for document in documents:

@@ -88,7 +88,6 @@ def files(directory: Path) -> list[Path]:
 
 
 def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
-    """Return the token that ends a document: the declared token, or else the first well-known token."""
     candidates = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
@@ -103,13 +102,11 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
 
 
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
-    """Return the end-of-text id of a tokenizer from `directory`."""
     declared = special_tokens(directory).get("eos_token")
     return tokenizer.get_vocab()[end_of_text_token(tokenizer, declared)]
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Return a directory's special tokens, by names such as "eos_token"."""
     tokens_by_name: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in _configuration(directory / name).items():
