@@ -43,7 +43,6 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Return whether a group has a backend for CPU tensors."""
     return any(device.type == "cpu" for device in group._device_types)
 
 

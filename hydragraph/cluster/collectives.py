@@ -72,7 +72,6 @@ class SumsProducts:
         return Started(result, whole)
 
     def _start_sum(self, x: Tensor) -> Started:
-        """Start an all-reduce over the stage of a copy of `x`; the result replaces `x`."""
         started: Started = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
         return Started(lambda: x.copy_(started.result()))
 
@@ -152,7 +151,6 @@ class Collectives(SumsProducts):
 
     @property
     def index(self) -> int:
-        """This rank's position in the stage."""
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -169,7 +167,6 @@ class Collectives(SumsProducts):
         return super()._start_sum(x) if self._exchanges(x) else self._native_all_reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """Return the elementwise maximum over the stage."""
         if self._exchanges(x):
             return self._exchange([x] * self.size, lambda parts: torch.stack(parts).amax(0)).result()
         x = x.clone(memory_format=torch.contiguous_format)
@@ -197,7 +194,6 @@ class Collectives(SumsProducts):
         return Started(result, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard, along `dim`, of the sum over the stage."""
         return self.start_reduce_scatter(x, dim).result()
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:

@@ -85,9 +85,6 @@ class Groups:
 
     Args:
         watch: failure watch that ends waits. None: waits end with the timeout.
-
-    Attributes:
-        waited_s: total time spent waiting for messages, in seconds.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -123,7 +120,6 @@ class Groups:
             _LOG.info("created the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that waits for other ranks; see `Watch.call`."""
         return function() if self._watch is None else self._watch.call(function, self._waiter)
 
     def _opening(self) -> AbstractContextManager[None]:
@@ -287,7 +283,6 @@ class Groups:
         return on_host[:-ranks].view(tensor.shape)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's small picklable value, by rank."""
         values = [value] * self.world.ranks
         if self.world.ranks > 1:
             self.call(lambda: dist.all_gather_object(values, value, self._object_group))
@@ -297,7 +292,7 @@ class Groups:
         """Return rank 0's small picklable value on every rank; rank 0 does not wait for others."""
         if self.world.ranks == 1:
             return value
-        for message in self._told:  # broadcasts of the previous call
+        for message in self._told:
             self.wait(message)
         self._told = ()
         leads = self.world.rank == 0

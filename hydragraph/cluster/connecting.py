@@ -9,7 +9,6 @@ Pair = tuple[int, int]  # (sender, receiver)
 
 
 def pairs(program: RankProgram) -> set[Pair]:
-    """Return the sender and receiver of each of a program's messages."""
     rank = program.rank
     sends = {(rank, i.peer) for i in program.instructions if i.op is Op.SEND and i.peer is not None}
     return sends | {(i.peer, rank) for i in program.instructions if i.op is Op.RECEIVE and i.peer is not None}

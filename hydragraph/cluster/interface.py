@@ -56,7 +56,6 @@ def _name(source: str) -> str | None:
 
 
 def address_of(name: str) -> str | None:
-    """Return the first IPv4 address of an interface."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

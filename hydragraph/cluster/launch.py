@@ -54,7 +54,6 @@ _ARRIVAL = timedelta(minutes=30)  # for all ranks to arrive
 # A fork takes 10 ms, but an import of torch takes seconds. On macOS, forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-# Modules that ranks import.
 PRELOAD = [
     "hydragraph.cluster.processes.fork_server",
     "tqdm",
@@ -86,7 +85,6 @@ class World:
     objects: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's small picklable value, by rank."""
         values: list[T] = [value] * self.ranks
         if self.ranks > 1:
             gather = lambda: dist.all_gather_object(values, value, self.objects)  # noqa: E731
@@ -94,7 +92,6 @@ class World:
         return values
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """Run a collective call in this context; see `Watch.calling`."""
         return self.watch.calling(what)
 
 
@@ -256,9 +253,6 @@ def launch(
 def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
-    Args:
-        say: prints a message for the user.
-
     Returns:
         `nodes` for a `launch` here with the running ranks, if this machine was elected; None: the run has ended.
     """
@@ -287,7 +281,6 @@ def starting(*functions: Callable[..., object] | None) -> Context:
 
 
 def _models() -> list[str]:
-    """Return the names of imported modules of transformers' models."""
     parts = ("configuration_", "modeling_")
     names = [name for name in sys.modules if name.startswith("transformers.models.")]
     return sorted(name for name in names if any(part in name for part in parts))

@@ -68,7 +68,6 @@ class Staging:
         return host
 
     def incoming(self, tensor: Tensor) -> Tensor:
-        """Allocate host memory for a tensor's values."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
 
     def arrived(self, host: Tensor, tensor: Tensor) -> None:

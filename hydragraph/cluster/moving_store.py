@@ -24,7 +24,6 @@ _CONNECT_S = 2.0
 
 
 def write_address(folder: str, host: str, port: int) -> None:
-    """Write the current store's address to a supervisor's private folder."""
     new = Path(folder) / f".{_FILE}"
     new.write_text(json.dumps([host, port]))
     new.replace(Path(folder) / _FILE)
@@ -64,7 +63,6 @@ class MovingStore:
             self._sockets |= open_sockets() - before
 
     def line(self) -> Line:
-        """Return a client that reconnects when the store moves."""
         line = Line(self, self.connect())
         self._lines.append(line)
         return line
@@ -109,11 +107,9 @@ class Line:
         self.store = store
 
     def set(self, key: str, value: str) -> None:
-        """Write a value to this store and to later stores."""
         self._repeated(lambda _: self._moving.write(self, key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value, and return it."""
         value: bytes = self._repeated(lambda store: store.get(key))
         return value
 

@@ -19,12 +19,10 @@ _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<a
 
 
 def write_addresses(store: Any, rank: int) -> None:
-    """Write this rank's host and listening addresses to the store."""
     store.set(f"{_KEY}/{rank}", json.dumps([socket.gethostname(), listening_at()]))
 
 
 def listening_at() -> str:
-    """Return gloo's listening addresses on this host, as text."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         return f"{address_of(name) or 'no address'} on interface {name}"
@@ -53,7 +51,6 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
 
 
 def no_store(error: Exception, address: str, port: int, rank: int) -> str:
-    """Return the error message of a rank that could not connect to the first host."""
     return f"rank {rank} on {socket.gethostname()} could not connect to {first_host(error, address, port)}"
 
 

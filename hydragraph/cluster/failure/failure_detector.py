@@ -100,7 +100,6 @@ class Stall:
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Add observations, as `Judge.look` does; `progress_s`: time limit without progress."""
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())

@@ -17,7 +17,6 @@ class Fault:
 
     Attributes:
         instruction: the failed rank's instruction or call; "" if unknown.
-        host: the failed rank's host; "" if unknown.
         stalled: whether the rank is alive but makes no progress.
         index: index of the instruction, if the writer cannot describe the instruction.
     """
@@ -32,11 +31,7 @@ class Fault:
 
 
 class Ledger:
-    """The fault's entry in a store; methods raise a RuntimeError if the store is gone.
-
-    Args:
-        generation: name of this set of ranks within a launch.
-    """
+    """The fault's entry in a store; methods raise a RuntimeError if the store is gone."""
 
     def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
         self._store = store
@@ -44,7 +39,6 @@ class Ledger:
         self._key = f"{namespace}/fault"
 
     def read(self) -> Fault | None:
-        """Return the recorded fault, if any."""
         return Fault(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
     def write(self, fault: Fault) -> Fault:
@@ -62,14 +56,12 @@ def announce_death(store: Store, rank: int, how: str, generation: str = "") -> N
 
 
 def last_fault(store: Store) -> Fault | None:
-    """Return the fault that the newest watch recorded in a store, if any."""
     if not store.check([NAMESPACE]):
         return None
     return Ledger(store, store.get(NAMESPACE).decode()).read()
 
 
 def root(store: Store) -> Store:
-    """Return the store inside torch's prefix stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

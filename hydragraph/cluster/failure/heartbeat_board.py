@@ -73,7 +73,6 @@ class Board:
 
     @classmethod
     def make(cls, ranks: int) -> Board:
-        """Create a board, which exists until it is closed."""
         remove: Callable[[], None] | None = None
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
@@ -108,11 +107,9 @@ class Board:
         line.index = 0 if instruction is None else instruction + 1
 
     def call(self, rank: int, what: str) -> None:
-        """Record the name of a rank's current call outside a step."""
         self.lines[rank].call = what.encode()[: _Line.call.size - 1]
 
     def read(self, rank: int) -> RankProgress:
-        """Return a rank's line."""
         line = self.lines[rank]
         index = line.index
         call = line.call.decode(errors="replace")
@@ -120,7 +117,6 @@ class Board:
 
     @property
     def progress_s(self) -> float:
-        """Time limit for a run in which no rank makes progress, in seconds."""
         return float(self.lines[self.ranks].progress_s)
 
     @progress_s.setter

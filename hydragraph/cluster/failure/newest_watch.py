@@ -16,7 +16,6 @@ class _Newest:
 
 
 def newest_watch() -> Watch | None:
-    """Return this process's newest watch, if any."""
     return _Newest.watch
 
 

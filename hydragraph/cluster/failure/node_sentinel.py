@@ -61,7 +61,6 @@ class Sentinel:
         self.keep_up()
 
     def keep_up(self) -> None:
-        """Start the sentinel if it is not running."""
         if self._starts < _STARTS and (self._process is None or self._process.poll() is not None):
             self._starts += 1
             arguments = (json.dumps(asdict(argument)) for argument in (self._post, WatchedProcess.own()))
@@ -156,7 +155,6 @@ class _Guard(threading.Thread):
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
-    """Run a sentinel until it exits."""
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()

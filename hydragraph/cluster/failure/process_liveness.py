@@ -40,7 +40,6 @@ class WatchedProcess:
 
     @staticmethod
     def of(pid: int) -> WatchedProcess:
-        """Return the process with this id."""
         status = _status(pid)
         return WatchedProcess(pid, 0 if status is None else status[1])
 

@@ -53,7 +53,6 @@ class Roll:
         return Board.open(address, ranks)
 
     def members(self) -> tuple[RollEntry, ...]:
-        """Return the registered ranks of this machine."""
         for index in range(len(self._members) + 1, self._add(f"machine/{self.machine}", 0) + 1):
             line = self._get(f"machine/{self.machine}/{index}")
             if line is None:
@@ -63,7 +62,6 @@ class Roll:
         return tuple(self._members)
 
     def machines(self) -> tuple[str, ...]:
-        """Return the machines with at least one registered rank."""
         for index in range(len(self._machines) + 1, self._add("machines", 0) + 1):
             name = self._get(f"machines/{index}")
             if name is None:

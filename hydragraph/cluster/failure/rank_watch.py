@@ -143,7 +143,6 @@ class Watch:
 
     @property
     def progress_s(self) -> float:
-        """Time limit for a run in which no rank makes progress, in seconds."""
         return PROGRESS_S if self._thread is None else self._board.progress_s
 
     @progress_s.setter
@@ -166,11 +165,7 @@ class Watch:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Run a collective call in this context, on any thread; raise RankFailure if another rank failed.
-
-        Args:
-            what: name of the call, for the errors of other ranks.
-        """
+        """Run a collective call in this context, on any thread; raise RankFailure if another rank failed."""
         with self._entered(what):
             try:
                 yield
@@ -276,7 +271,6 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Record that this rank waits for others."""
         self._waited(1)
         try:
             yield
@@ -319,12 +313,10 @@ class Watch:
 
     @property
     def broken(self) -> bool:
-        """Whether a fault is known."""
         return self._fault is not None
 
     @property
     def closed(self) -> bool:
-        """Whether this watch is closed."""
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
@@ -435,7 +427,6 @@ class Watch:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
-        """Check the ranks of this machine if a check is due; checks of many ranks are rarer."""
         self._unseen_s += elapsed
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
         if self._unseen_s < every and not self._explaining:
@@ -513,7 +504,6 @@ class Watch:
 
 
 def _weakly(function: F) -> Callable[[], F | None]:
-    """Return a weak reference to a method, or a function that returns `function`."""
     return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
 
 

@@ -28,7 +28,6 @@ def ask(pid: int, who: str) -> None:
 
 
 def write(who: str) -> None:
-    """Write this process's stacks, after a line that names the process."""
     _say(who)
     faulthandler.dump_traceback(_STDERR)
 

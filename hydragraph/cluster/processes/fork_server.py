@@ -34,7 +34,6 @@ def ensure_running() -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in this context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -90,7 +89,6 @@ def _serve(directory: str) -> None:
 
 
 def _as_usual() -> None:
-    """Restore default signal handling in a rank, and replace tqdm's semaphore by a lock for threads."""
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_DFL)
     try:

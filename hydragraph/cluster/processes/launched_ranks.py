@@ -114,11 +114,7 @@ def run_crew(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, and return their pickled results; arguments and errors are as for `launch`.
-
-    Args:
-        prepared: holds a value that every rank passes to the function as its first argument.
-    """
+    """Start ranks, and return their pickled results; arguments and errors are as for `launch`."""
     crew: list[RankHandle] = []
     try:
         for rank in range(ranks):
@@ -150,7 +146,6 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
 
 
 def forget(member: RankHandle) -> None:
-    """End a process, and release its resources."""
     answering_server()
     if member.process.is_alive():
         member.process.kill()
@@ -173,7 +168,6 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
 
 
 def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
-    """Wait for all outcomes; after a failure, give the other ranks a short time to report their errors."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
     stops = Stops()
@@ -240,7 +234,6 @@ def wait_for_outcomes(
 
 
 def outcome_of(member: RankHandle) -> Outcome:
-    """Return the outcome of a process that has reported or ended."""
     try:
         if member.connection.poll():
             outcome: Returned | Raised | Left = member.connection.recv()

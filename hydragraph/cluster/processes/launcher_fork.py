@@ -1,7 +1,6 @@
 """Fork server forked from the launcher, which has already imported torch and models.
 
-A fork saves seconds of imports. The launcher must have no GPU and a single thread, because a fork loses other threads
-and never releases their locks.
+The launcher must have no GPU and a single thread, because a fork loses other threads and never releases their locks.
 
 Ranks start with the state of a new interpreter, except in imported modules.
 """
@@ -153,7 +152,6 @@ def _be_server(
 
 
 def _as_new(kept: set[int]) -> None:
-    """Reset this fork to a new interpreter's state, with the same modules."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -31,7 +31,6 @@ def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
 
 
 def import_named(classes: Collection[str]) -> None:
-    """Import the modules of transformers classes; ignore other names."""
     if not classes:
         return
     with suppress(Exception):
@@ -43,7 +42,6 @@ def import_named(classes: Collection[str]) -> None:
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
-    """Yield, once each, the code of functions, of their nested functions, and of users' functions that they name."""
     pending: list[object] = list(functions)
     seen: set[int] = set()
     while pending:

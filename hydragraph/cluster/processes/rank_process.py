@@ -97,7 +97,6 @@ class Readable(Protocol):
 
 
 def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
-    """Run a rank from start to end."""
     _end_with_launcher()
     try:
         _take(seat)
@@ -224,7 +223,6 @@ def _end_with_launcher() -> None:
 
 
 def raised(error: BaseException) -> Raised:
-    """Convert an error for sending it to the launcher."""
     when = time.monotonic()
     text = "".join(traceback.format_exception(error))
     return Raised(when, _pickled_error(error), f"{type(error).__name__}: {error}", text)
@@ -251,7 +249,6 @@ def _unpickled_error(data: bytes) -> BaseException:
 
 
 def rebuilt(rank: int, raised: Raised) -> BaseException:
-    """Return a rank's error with its traceback as a note."""
     error = error_of(raised, f"rank {rank}")
     error.add_note(f"On rank {rank}:\n{raised.traceback}")
     return error

@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 def kept(what: str, key: str, make: Callable[[], T]) -> T:
-    """Return the cached result of this launch, or compute it."""
     folder = _folder()
     if folder is not None and (folder / key).exists():
         try:
@@ -38,7 +37,6 @@ def _folder() -> Path | None:
 
 
 def keep(value: object, what: str, key: str) -> None:
-    """Cache a value for later processes, if possible."""
     folder = _folder()
     if folder is None:
         return

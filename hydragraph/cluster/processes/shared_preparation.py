@@ -61,13 +61,11 @@ class SharedFile:
 
 
 def write_value(path: Path, value: object) -> None:
-    """Write a value into a file, as `SharedFile.write` does."""
     with path.open("w+b") as file:
         SharedFile(file.fileno()).write(value)
 
 
 def read_value(path: Path) -> Any:
-    """Return the value that `write_value` wrote."""
     with path.open("rb") as file:
         return SharedFile(file.fileno()).read()
 
@@ -112,7 +110,6 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return the rest of the timeout after `prepare` has returned."""
     if timeout is None:
         return None
     left = timeout - timedelta(seconds=time.monotonic() - began)

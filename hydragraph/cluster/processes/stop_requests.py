@@ -60,7 +60,6 @@ class Relay:
 
     @contextmanager
     def to(self, processes: Sequence[StoppableProcess]) -> Iterator[None]:
-        """Forward requests to these processes in this context."""
         self._processes = processes
         try:
             yield
@@ -122,7 +121,6 @@ class Stopping:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Only record requests in this context."""
         self._in_hand = True
         try:
             yield

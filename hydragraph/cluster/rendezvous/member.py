@@ -67,7 +67,6 @@ class Member:
         threading.Thread(target=self._listen, name="hydragraph-ear", daemon=True).start()
 
     def introduce(self, peer: Peer) -> None:
-        """Publish the description of this process."""
         self._place.introduce(peer)
         if self._moving is not None:
             # Later stores get the register from this process.
@@ -85,21 +84,17 @@ class Member:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether the launcher was asked to stop the run."""
         return self._orders.stop
 
     @property
     def rank(self) -> int:
-        """Rank of this member in its generation."""
         return self.generation.members.index(self.number)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Processes of the current generation, by rank."""
         return tuple(self._place.peer(member) for member in self.generation.members)
 
     def peer(self, member: int) -> Peer:
-        """Return the description of a process."""
         return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
@@ -228,7 +223,6 @@ def meet(
 
 
 def _choose_interface() -> None:
-    """Make gloo use an interface that other machines can reach, unless the user has named one."""
     if _on_several_machines() and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_for(os.environ.get("MASTER_ADDR", "localhost"))
         if name is not None:
@@ -249,7 +243,6 @@ def here() -> Member | None:
 
 
 def be(member: Member) -> None:
-    """Make this process a member."""
     _Here.member = member
 
 
@@ -268,7 +261,6 @@ class Told:
 
     @property
     def signal(self) -> int:
-        """Signal that the launcher received; 0: none."""
         return int(signal.SIGTERM) if _Here.member is not None and _Here.member.told_to_stop else 0
 
     @contextmanager

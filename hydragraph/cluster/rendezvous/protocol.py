@@ -108,7 +108,6 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        orders: the last orders written.
         formed: members, by rank, of each confirmed generation that still matters, by its number.
     """
 
@@ -166,7 +165,6 @@ def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
 
 
 def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) -> Record:
-    """Propose the next generation if possible, or call the members that are missing for it."""
     orders = record.orders
     old = [m for m in record.current if m in there]
     back = [m for m in old if there[m].after >= orders.confirmed]

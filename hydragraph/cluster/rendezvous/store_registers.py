@@ -18,7 +18,6 @@ class Peer:
     Attributes:
         seat: the initial rank of this process, or of the process that it replaces.
         device: compute device; "" until reported.
-        node: index of its machine.
     """
 
     member: int
@@ -36,23 +35,18 @@ class Registers:
     store: Any
 
     def order(self, orders: Orders) -> None:
-        """Write the coordinator's orders."""
         self.store.set(f"{_KEY}/orders", json.dumps(asdict(orders)))
 
     def orders(self) -> Orders:
-        """Return the coordinator's orders."""
         return _orders(json.loads(self.store.get(f"{_KEY}/orders")))
 
     def say(self, member: int, said: Said) -> None:
-        """Write a member's register."""
         self.store.set(f"{_KEY}/said/{member}", json.dumps(asdict(said)))
 
     def said(self, member: int) -> Said:
-        """Return a member's register."""
         return Said(**_tuples(json.loads(self.store.get(f"{_KEY}/said/{member}"))))
 
     def introduce(self, peer: Peer) -> None:
-        """Write the description of a process."""
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def adopt(self, peer: Peer, said: Said) -> None:
@@ -61,17 +55,14 @@ class Registers:
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 
     def peer(self, member: int) -> Peer:
-        """Return the description of a process."""
         return Peer(**json.loads(self.store.get(f"{_KEY}/peer/{member}")))
 
 
 def record_text(record: Record) -> str:
-    """Return the coordinator's state as text."""
     return json.dumps({"orders": asdict(record.orders), "formed": list(record.formed.items())})
 
 
 def record_of(text: str) -> Record:
-    """Return the coordinator's state from its text."""
     fields = json.loads(text)
     return Record(_orders(fields["orders"]), {number: tuple(members) for number, members in fields["formed"]})
 
@@ -86,5 +77,4 @@ def _tuples(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefix(number: int) -> str:
-    """Return the prefix of a generation's keys."""
     return f"g{number}"

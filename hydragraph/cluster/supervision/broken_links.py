@@ -38,7 +38,6 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
 
     Args:
         broken: pairs of machines that do not hear each other although the leader hears both machines.
-        ranks: number of ranks by machine.
     """
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
     dropped = dict(links.dropped)

@@ -2,8 +2,7 @@
 
 A launcher (torchrun, srun) starts one process per machine. The process on machine 0 hosts the rendezvous store and
 alone decides the membership, so two halves of a partitioned network never both continue. Deputies (`node_agent`) start
-and end processes when the leader tells them to. A deputy gives up a silent connection sooner than the leader does, so
-its ranks have ended when the leader continues without them.
+and end processes when the leader tells them to.
 
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
@@ -125,7 +124,6 @@ class Welcome:
 
     Attributes:
         kept: whether the members that the deputy named continue; otherwise the deputy ends them.
-        host, port: host and port of the leader's store.
     """
 
     kept: bool
@@ -272,7 +270,6 @@ class RemoteProcess(AbsentProcess):
         self._number = number
 
     def ended(self, outcome: Outcome) -> None:
-        """Report the process's outcome to its supervisor."""
         if self.is_alive():
             with contextlib.suppress(OSError):
                 self._told.send(outcome)
@@ -391,7 +388,6 @@ class Hub:
         return RankHandle(order.number, process, process.connection)
 
     def stop(self) -> None:
-        """Inform deputies that the run is being stopped."""
         for post in self._all():
             post.link.send(Stop())
 
@@ -524,7 +520,6 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
 
 
 def host_of(link: Link) -> str:
-    """Return the address of this end of a link."""
     with socket.socket(fileno=os.dup(link.connection.fileno())) as connected:
         return str(connected.getsockname()[0])
 

@@ -56,15 +56,12 @@ class Election:
 
     @property
     def leads(self) -> bool:
-        """Whether this machine leads."""
         return self.standing.leads(time.monotonic())
 
     def guard(self, fence: Fence) -> None:
-        """Let a thread end the ranks of this machine when the fence requires it."""
         self._fence = fence
 
     def record(self) -> str:
-        """Return the record that the last leader wrote."""
         return self._record
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
@@ -85,7 +82,6 @@ class Election:
             raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
 
     def resign(self) -> None:
-        """Stop leading, and do not renew the lease."""
         with self._lock:
             self.standing = replace(self.standing, term=0, asked=None)
 

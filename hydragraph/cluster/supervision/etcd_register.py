@@ -86,7 +86,6 @@ def register_of(url: str, run: str, first: int = 0) -> EtcdRegister:
 
     Args:
         url: `etcd://` and the members' addresses, separated by commas.
-        run: name of the run.
         first: index of the member to ask first.
     """
     addresses = url.removeprefix(_SCHEME).rstrip("/").split(",")

@@ -50,7 +50,6 @@ class Lease:
 
     @property
     def free(self) -> bool:
-        """Whether no run holds the lease."""
         return not self.term or self.over is not None
 
 
@@ -80,11 +79,9 @@ class LeaseView:
 
     @property
     def expired(self) -> bool:
-        """Whether the lease was seen unchanged for `TTL_S`."""
         return self.answered - self.since >= TTL_S
 
     def leads(self, now: float) -> bool:
-        """Return whether this machine leads."""
         return self.term > 0 and now < self.until
 
 

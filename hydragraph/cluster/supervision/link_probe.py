@@ -38,7 +38,6 @@ class LinkProbe:
         self._thread.start()
 
     def aim(self, peers: Mapping[int, Address], tag: bytes) -> None:
-        """Set the other machines' addresses; `tag`: prefix of this run's datagrams."""
         self._tag = tag
         self._peers = {node: address for node, address in peers.items() if node != self._number}
 

@@ -90,12 +90,7 @@ class Deputy:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
-        """Serve until the run ends or this machine is preempted or elected; if elected, return its processes.
-
-        Args:
-            arrival_s: seconds to wait for the leader at first.
-            back_s: seconds to wait for the leader after the connection is lost.
-        """
+        """Serve until the run ends or this machine is preempted or elected; if elected, return its processes."""
         before = self._listen()
         handed = None
         if self._election is not None:

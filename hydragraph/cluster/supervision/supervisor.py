@@ -78,11 +78,7 @@ def run_members(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, keep them running, and return the last generation's pickled results.
-
-    Args:
-        nodes: this machine, the first of several; None: all ranks are on this machine.
-    """
+    """Start ranks, keep them running, and return the last generation's pickled results."""
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
 
@@ -248,7 +244,6 @@ class Supervisor:
             self._election.write(record=json.dumps(saved))
 
     def terminate(self) -> None:
-        """Forward a stop request to all members (see `Relay`)."""
         self._stop = True  # called from a signal handler
 
     def refill(self) -> None:
@@ -287,12 +282,10 @@ class Supervisor:
         return [member for member in self.crew if member.outcome is None]
 
     def _may_come_back(self) -> bool:
-        """Return whether processes will be started although all processes have ended."""
         coming = bool(self._waiting) and not self._record.orders.over
         return coming and self._fatal_at is None and not self._stop
 
     def _finished(self) -> bool:
-        """Return whether only members that were never needed are still running."""
         returned = any(isinstance(member.outcome, Returned) for member in self.crew)
         current = set(self._record.current)
         return returned and not any(member.rank in current for member in self._live())
