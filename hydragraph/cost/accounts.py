@@ -62,7 +62,6 @@ class TimeAccount:
     """Seconds of one rank's iteration by kind.
 
     Attributes:
-        seconds: seconds by kind, which add up to the rank's iteration.
         transfers: by message, the seconds from the time when its last participant started it; traces have only messages
             for which a rank waited.
     """
@@ -181,7 +180,6 @@ def _closed(open_: list[tuple[TraceEvent, float]]) -> tuple[TraceEvent, float]:
 
 
 def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
-    """Return every rank's account of a simulated iteration."""
     issued = _simulated_issues(timeline)
     accounts = [_predicted(timeline, a, issued) for a in range(len(timeline.actors))]
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))

@@ -35,7 +35,6 @@ class StageMessage(NamedTuple):
 
 
 def message_of(instruction: Instruction) -> StageMessage:
-    """Return the message of a send or a receive."""
     (value,) = instruction.reads or instruction.writes
     return StageMessage(value.kind is ValueKind.ACTIVATION, value.micro_batch, value.position)
 
@@ -124,8 +123,6 @@ class Actor:
         ranks: in tensor-parallel order; a rank without work is a separate actor.
         roles: roles of the ranks' stage in every pipeline, or of their interleaved stages.
         layers: half-open range of layers of each stage.
-        program: program of one rank.
-        of: returns the instructions of a rank.
     """
 
     ranks: tuple[int, ...]
@@ -146,11 +143,9 @@ class Actor:
 
     @cached_property
     def role_of(self) -> Mapping[int, PlacedRole]:
-        """Role of each micro-batch."""
         return {m: role for role in self.roles for m in role.micro_batches}
 
     def receivers(self, message: StageMessage) -> tuple[int, ...]:
-        """Return the ranks that receive a message."""
         return self._receivers[message]
 
     @cached_property

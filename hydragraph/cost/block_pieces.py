@@ -78,7 +78,6 @@ class BlockPiece:
         return self.forward if self.forward is not None else self.seconds
 
     def parts(self, recompute: bool | float) -> tuple[Curve, Curve]:
-        """Return the forward and backward curves."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
         part = 1 / 4 if recompute else 1 / 3

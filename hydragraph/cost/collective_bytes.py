@@ -20,7 +20,6 @@ _TIMES = {
 
 
 def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> int:
-    """Return the bytes that one rank sends in a block's forward and backward."""
     sizes = Sizes.of(variant, part, micro_batch)
     moved = sum(_moved(node, sizes) for module in (variant.forward, variant.backward) for node in module.graph.nodes)
     return moved * (part.tp - 1) // part.tp

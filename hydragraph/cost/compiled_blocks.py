@@ -13,7 +13,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.memory_budget import operations
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-VariantOf = Callable[[Block, StagePart], Variant]  # (block, stage part) -> graphs
+VariantOf = Callable[[Block, StagePart], Variant]
 
 
 class CompiledBlocks:
@@ -38,7 +38,6 @@ class CompiledBlocks:
         self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """See `Blocks`."""
         variant = self._variant(block, part)
         key = (variant, batch)
         if key not in self._known:
@@ -46,7 +45,6 @@ class CompiledBlocks:
         return self._known[key]
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`."""
         variant = self._variant(block, part)
         key = (variant, batch)
         if key not in self._known_halves:
@@ -71,7 +69,6 @@ class CompiledBlocks:
         return self._variants[key]
 
     def aux_bytes(self, batch: MicroBatch) -> int:
-        """See `Blocks`."""
         if batch not in self._aux_bytes:
             self._aux_bytes[batch] = made_bytes(self._program.templates[self._program.aux.template].graph, batch)
         return self._aux_bytes[batch]

@@ -62,7 +62,6 @@ class Scratch(NamedTuple):
 
 @partial(compiled, quick=True, shared=True)
 def scratch_of(stages: int, count: int) -> Scratch:
-    """Return buffers for `stages` stages and `count` micro-batches."""
     return Scratch(
         np.empty((stages, count)),
         np.empty((stages, count)),
@@ -75,7 +74,7 @@ def scratch_of(stages: int, count: int) -> Scratch:
 
 @partial(compiled, quick=True, shared=True)
 def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: Scratch) -> float:
-    """Return the time at which the last action of a pipeline ends; infinite if the schedule deadlocks.
+    """Return the end of a pipeline's last action; infinite if the schedule deadlocks.
 
     Args:
         table: for `stages` stages and at least `count` micro-batches.

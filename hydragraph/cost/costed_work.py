@@ -154,11 +154,9 @@ class CostedWork:
         return pairs
 
     def update_s(self, rank: int) -> float:
-        """See `Priced`."""
         return self._costs.update_s(rank, self._costs.owned(rank, learning=True))
 
     def commit_s(self) -> float:
-        """See `Priced`."""
         costs = self._costs
         agreeing = max(self.handling(rank) * costs.piece_profile(rank).commit_s for rank in range(costs.ranks))
         return agreeing + max(self._norm_s(rank) for rank in range(costs.ranks))

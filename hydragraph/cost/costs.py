@@ -39,7 +39,7 @@ from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-FILLED = 2  # micro-batches per stage of the iteration that `fixed` simulates
+FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
 IN_FLIGHT = 2  # number of largest buckets whose messages are in flight at the same time
 
@@ -131,7 +131,6 @@ class Costs(Pricing):
         return self._of_strategies[strategies]
 
     def home_question(self, strategies: Sequence[Strategy], home: Home, tokens: int | None = None) -> HomeQuestion:
-        """Return the inputs for choosing owners; see `of_strategies`."""
         largest = max((bucket.size for bucket in self.buckets), default=0)
         messages = IN_FLIGHT * largest * (self.sizes.itemsize + GRADIENT_BYTES)
         beside = [0.0] * self.ranks

@@ -33,7 +33,6 @@ class PathStep:
     Attributes:
         kind: "computing", "pulling weights", ...
         begin_s, end_s: seconds after the iteration's start.
-        op: op of the step's first instruction.
     """
 
     kind: str
@@ -45,12 +44,10 @@ class PathStep:
 
     @property
     def stream(self) -> Stream:
-        """Stream of the step's first instruction."""
         return RULES[self.op].stream
 
     @property
     def seconds(self) -> float:
-        """Duration of the step."""
         return self.end_s - self.begin_s
 
 
@@ -87,7 +84,6 @@ class CriticalPath:
 
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
-    """Return the chain of waits that ends with the last instruction."""
     chain = list(_chain(times))
     chain.reverse()
     steps: list[PathStep] = []

@@ -12,7 +12,6 @@ from typing import Any
 from hydragraph.cost.reach import Near, Reach, total
 from hydragraph.errors import Unsupported
 
-# Tables extrapolate to at most this multiple of their largest micro-batch.
 BEYOND = 2.0
 
 
@@ -58,11 +57,9 @@ class Constants:
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return a micro-batch's seconds."""
         return self.at(Load(lengths))
 
     def at(self, load: Load) -> float:
-        """Return a micro-batch's seconds."""
         seconds = self.a * load.squared + self.b * load.tokens + self.c
         for reach, pair_s in self.near:
             seconds += pair_s * load.pairs(reach)
@@ -76,12 +73,10 @@ class Constants:
         return seconds
 
     def times(self, factor: float) -> Constants:
-        """Return the curve multiplied by `factor`."""
         return Constants(self.a * factor, self.b * factor, self.c * factor, total([(factor, self.near)]))
 
     @classmethod
     def sum(cls, parts: Iterable[tuple[float, Constants]]) -> Constants:
-        """Return the weighted sum of (factor, curve) pairs."""
         a = b = c = 0.0
         nears = []
         for factor, k in parts:
@@ -119,7 +114,6 @@ class Table:
         return tuple((length, tuple(sorted(points))) for length, points in sorted(by_length.items()))
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return a micro-batch's seconds."""
         return self.at(Load(lengths))
 
     def at(self, load: Load) -> float:
@@ -176,7 +170,6 @@ class Table:
         return Constants(a, b, c)
 
     def times(self, factor: float) -> Table:
-        """Return the table multiplied by `factor`."""
         return Table(tuple((s, t, x * factor) for s, t, x in self.rows))
 
 
@@ -194,12 +187,10 @@ def curve_record(curve: Curve) -> Any:
 
 
 def read_curve(data: Any) -> Curve:
-    """Read the result of `curve_record`."""
     return read_constants(data) if isinstance(data, dict) else Table(tuple(tuple(row) for row in data))
 
 
 def read_constants(data: Mapping[str, Any]) -> Constants:
-    """Read constants written by `curve_record`."""
     near = tuple((Reach(term["window"], term["chunk"]), term["seconds"]) for term in data.get("near", ()))
     return Constants(**{**data, "near": near})
 

@@ -237,11 +237,9 @@ class Operations:
 
     @property
     def linear(self) -> float:
-        """Operations of products per token."""
         return sum(2.0 * times * n * k for times, n, k in self.products)
 
     def divided(self, parts: int) -> Operations:
-        """Return an equal part of the work."""
         attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
         products, *at_sums = (
             tuple((times / parts, n, k) for times, n, k in each)
@@ -253,7 +251,6 @@ class Operations:
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
-    """Return the work of a block on a stage's first rank."""
     graph = program.templates[block.template].graph.graph
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     rows = _rows_of_experts(graph)
@@ -316,7 +313,6 @@ def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
 
 
 def reaches_of(template: Template) -> frozenset[Reach]:
-    """Return the reaches of a template's attention."""
     return frozenset(_reach(node) for node in template.graph.graph.nodes if node.target in ATTENDING)
 
 

@@ -40,7 +40,6 @@ class Footprint:
         saved: values saved for the backward, without inputs and output.
         keeps: values saved unchanged: "hidden", "aux" or "output".
         forward, backward: peak of each graph's own values, including results.
-        gradients: gradients of the block's parameters.
         small: part of `saved` that stays on the device with offloading.
     """
 

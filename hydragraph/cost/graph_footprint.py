@@ -28,7 +28,6 @@ from hydragraph.spec.stage_kind import StagePart
 
 
 def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:
-    """Measure the halves of a block's backward on a micro-batch."""
     sizes = Sizes.of(variant, part, micro_batch)
     first, second = split_backward(variant)
     saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
@@ -70,7 +69,6 @@ def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
 
 
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
-    """Measure a compiled block on a micro-batch."""
     sizes = Sizes.of(variant, part, micro_batch)
     node_of = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
     inputs = {key: name for name, node in node_of.items() for key in sizes.storages(node)}
@@ -116,7 +114,6 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    """Return the bytes of a graph's results, without results that are inputs."""
     sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
@@ -124,7 +121,6 @@ def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
 
 
 def token_bytes(graph: fx.GraphModule) -> int:
-    """Return the bytes per token of a graph's first result."""
     hidden = value_of(_results(graph)[0])
     return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
 
@@ -145,7 +141,6 @@ class Sizes:
 
     @staticmethod
     def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Sizes:
-        """Derive the sizes from a block's inputs."""
         nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
         if "hidden" in nodes:
             return Sizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
@@ -161,7 +156,6 @@ class Sizes:
         return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
 
     def storages(self, node: Any) -> dict[int, int]:
-        """Return the bytes of each storage of a node's value."""
         return {key: self._bytes(form) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
@@ -177,7 +171,6 @@ class Sizes:
         return round(math.prod(map(self.number, form.sizes)) * form.dtype.itemsize)
 
     def number(self, size: int | torch.SymInt) -> float:
-        """Convert a size of the trace to the micro-batch's size."""
         if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
             return int(size)
         return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds

@@ -33,7 +33,6 @@ def candidates(
 
     Args:
         users: stages that use the bucket, by strategy number.
-        ability, nodes: ability and node of each rank.
         wide: also return candidates that do not follow from need.
     """
     ranks = len(ability)
@@ -53,7 +52,6 @@ def candidates(
 
 
 def needed(stages: Stages, ranks: int) -> Parts:
-    """Return the fraction of a bucket that each rank needs."""
     parts = np.zeros(ranks)
     for stage in stages:
         parts[list(stage)] += 1 / len(stage)
@@ -61,7 +59,6 @@ def needed(stages: Stages, ranks: int) -> Parts:
 
 
 def subsets(ranks: int) -> list[Parts]:
-    """Return, for every set of ranks, equal fractions for its ranks."""
     sets = (chosen for size in range(1, ranks + 1) for chosen in combinations(range(ranks), size))
     return [_of(chosen, ranks) for chosen in sets]
 

@@ -47,7 +47,7 @@ class HomeQuestion:
         home: a home whose shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
         weights: frequencies of strategies; None: equal.
-        health: slow ranks own less, and lost ranks own nothing.
+        health: slow ranks own less, and lost ranks own no state.
         room: number of elements for which each rank has memory; None: unlimited.
     """
 

@@ -47,13 +47,9 @@ class Priced(Protocol):
         """
         ...
 
-    def update_s(self, rank: int) -> float:
-        """Return the seconds of a rank's optimizer step."""
-        ...
+    def update_s(self, rank: int) -> float: ...
 
-    def commit_s(self) -> float:
-        """Return the seconds of the commit."""
-        ...
+    def commit_s(self) -> float: ...
 
     def handling(self, rank: int) -> float:
         """Return a rank's multiplier of link latency."""
@@ -93,11 +89,9 @@ class Without:
         return None if "messages" in self._parts else self._work.message_bytes(pipeline, micro_batch)
 
     def update_s(self, rank: int) -> float:
-        """See `Priced`."""
         return 0.0 if "ending" in self._parts else self._work.update_s(rank)
 
     def commit_s(self) -> float:
-        """See `Priced`."""
         return 0.0 if "ending" in self._parts else self._work.commit_s()
 
     def handling(self, rank: int) -> float:

@@ -36,7 +36,6 @@ class Traffic:
 
     @staticmethod
     def of(pairs: Mapping[tuple[int, int], int], local: int) -> Traffic:
-        """Convert (sender, receiver) -> bytes."""
         rows = np.array([(*pair, size) for pair, size in sorted(pairs.items())], np.int64).reshape(-1, 3)
         return Traffic(rows[:, 0], rows[:, 1], rows[:, 2], local)
 
@@ -48,7 +47,6 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Total bytes between ranks."""
         return int(self.size.sum())
 
     @property
@@ -64,7 +62,6 @@ def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direct
 
 
 def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: int) -> Traffic:
-    """Return the traffic of a direction, given the bytes of a pulled element."""
     # Equal homes share a layout object (`passes.weight_layouts`).
     alike: dict[tuple[int, int], list[BucketLayouts]] = {}
     for bucket in placed:

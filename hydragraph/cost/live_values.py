@@ -13,7 +13,7 @@ class Alive:
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
-        self.total = 0  # bytes of all parts
+        self.total = 0
         self._sizes: dict[Storage, int] = {}
         self._users: Counter[Storage] = Counter()
         self._values: dict[str, tuple[Storage, ...]] = {}
@@ -25,8 +25,6 @@ class Alive:
         """Add a live value with its own storage; it can also keep storages of other values alive.
 
         Args:
-            part: attribute of Memory.
-            shared: values whose storages it keeps alive.
             named: keep only storages that these values allocated; None: all.
         """
         self._sizes[part, value] = size

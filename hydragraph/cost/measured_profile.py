@@ -42,9 +42,6 @@ class PipelineCost:
     Attributes:
         a, b, c: constants of the slowest stage, which takes the sum of a l^2 + b l over sequences, plus c.
         near: additional seconds per query-key pair of limited attention.
-        stages: number of stages, PP.
-        max_len: maximum tokens of a micro-batch.
-        util_len: minimum tokens of a micro-batch to use the device well.
         parts: costs of the stages; empty: all stages are equal.
         rows: rows of interleaved stages (`Pipeline.rows`).
     """
@@ -63,7 +60,6 @@ class PipelineCost:
 
     @property
     def envelope(self) -> Constants:
-        """Constants of the slowest stage."""
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
@@ -80,7 +76,6 @@ class PipelineCost:
         return np.asarray(self.envelope.work(np.asarray(lengths, dtype=np.float64)), dtype=np.float64)
 
     def micro_batch_seconds(self, lengths: ArrayLike) -> float:
-        """Return one stage's seconds for one micro-batch."""
         return float(self.work(lengths).sum() + self.c)
 
 
@@ -255,7 +250,6 @@ class Profile:
 
     @property
     def layers(self) -> int | None:
-        """Number of layers, if known."""
         if self.blocks:
             return len(self.blocks) - 2
         return self.memory.layers if self.memory is not None else None
@@ -348,7 +342,6 @@ class Profile:
         return self.pipeline(scheme, devices)
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of pipelines of the given schemes, in order."""
         devices = sum(tp * pp for tp, pp in schemes)
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)
@@ -362,7 +355,6 @@ class Profile:
         return self.charge(schemes)
 
     def only(self, schemes: Sequence[Scheme]) -> Profile:
-        """Return the profile of these schemes."""
         return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
 
     def _unsupported(self, what: str, remedy: str) -> Unsupported:

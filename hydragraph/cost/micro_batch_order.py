@@ -41,7 +41,6 @@ def equal_stages(costs: Floats, stages: int) -> Floats:
 
 @compiled
 def longest_to_shortest(costs: Floats) -> Ints:
-    """Return the micro-batches by descending seconds."""
     count = len(costs)
     descending = np.empty(count, np.int64)
     for j in range(count):
@@ -124,7 +123,6 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
 
 
 def published_seconds(costs: Sequence[float], stages: int) -> float:
-    """Return the estimate of Appendix D.1."""
     return sum(costs) + (stages - 1) * max(costs) if costs else 0.0
 
 

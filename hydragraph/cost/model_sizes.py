@@ -31,7 +31,6 @@ class ModelSizes:
 
     @classmethod
     def of(cls, program: Program) -> ModelSizes:
-        """Return the sizes of a captured model."""
         from hydragraph.cost.graph_footprint import token_bytes
         from hydragraph.ir.parameter import Bucket, Parameter
 
@@ -61,7 +60,6 @@ class ModelSizes:
 
     @cached_property
     def outline(self) -> Outline:
-        """Outline for building rank programs."""
         from hydragraph.ir.program_outline import Outline
 
         # Buckets without blocks are never pulled or pushed.
@@ -74,12 +72,10 @@ class ModelSizes:
         )
 
     def allows(self, tp: int) -> bool:
-        """Return whether a tensor-parallel degree divides the query heads and every parameter."""
         rules = (parameter.rule for bucket in self.buckets for parameter in bucket.parameters)
         return all(count % tp == 0 for count in self.heads) and all(rule is None or rule.allows(tp) for rule in rules)
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON value."""
         weights = [
             {
                 "name": bucket.name,
@@ -96,7 +92,6 @@ class ModelSizes:
 
     @classmethod
     def from_record(cls, data: Mapping[str, Any]) -> ModelSizes:
-        """Read the result of `to_record`."""
         from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
         buckets = []

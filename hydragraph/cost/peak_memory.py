@@ -17,7 +17,6 @@ class Peak:
 
     Args:
         bytes_at: returns the bytes for a number of tokens that is a multiple of the step.
-        step: number of tokens.
     """
 
     def __init__(self, bytes_at: Callable[[int], float], step: int) -> None:
@@ -27,7 +26,6 @@ class Peak:
         self._start = step  # close to the next answer
 
     def holds(self, tokens: int, limit: float) -> bool:
-        """Return whether `tokens` tokens are certain to fit."""
         return self.needs(tokens) <= limit
 
     def needs(self, tokens: int) -> float:

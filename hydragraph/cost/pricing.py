@@ -86,7 +86,6 @@ class Pricing:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """Profiles of the cluster's types."""
         return tuple(self._of_type.values())
 
     @property
@@ -96,7 +95,6 @@ class Pricing:
 
     @property
     def source(self) -> str:
-        """Source of the seconds, in words."""
         names = ", ".join(profile.name for profile in self.profiles)
         if not self.measured:
             names = "; ".join([names, *dict.fromkeys(note for p in self.profiles for note in p.notes)])
@@ -127,7 +125,6 @@ class Pricing:
         return max((self.link(a, b) for a, b in ring_pairs(ranks)), key=lambda link: link.seconds(size))
 
     def piece_profile(self, rank: int) -> Profile:
-        """Return the profile of a rank's type."""
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
@@ -137,7 +134,6 @@ class Pricing:
         return min(size, device.memory) if device is not None and self.measured else size
 
     def useful_tokens(self, pipeline: Pipeline) -> int:
-        """Return the minimum tokens of a micro-batch to use every device of a pipeline well."""
         return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
 
     # Blocks.
@@ -180,7 +176,6 @@ class Pricing:
         return [self.outline.span(first, end) for first, end in pairwise(ends)]
 
     def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
-        """Return each stage's time for a micro-batch."""
         rows = pipeline.rows
         costs = []
         following = [*pipeline.stages[1:], None]
@@ -221,11 +216,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the ring all-reduces of `sums`, or None if there are no sums.
-
-        Sums of the backward overlap with weight gradients (`passes/overlap_collectives.py`), and all pieces except the
-        last overlap with a product (`passes/sums_in_pieces.py`).
-        """
+        """Return the ring all-reduces of `sums`."""
         if stage.tp == 1:
             return None
         forward, backward = self.sums(stage, span)
@@ -252,7 +243,6 @@ class Pricing:
         )
 
     def hop(self, stage: Stage, other: Stage) -> Hop:
-        """Return the messages to a neighboring stage."""
         senders = stage.devices
         receivers = other.devices
         # Receiver i receives from sender i modulo the number of senders (passes/pipeline.py).
@@ -265,7 +255,6 @@ class Pricing:
     # State.
 
     def home_of(self, bucket: Bucket) -> Layout:
-        """Return the home of a bucket."""
         return self._owners.of(bucket)
 
     def owned(self, rank: int, learning: bool | None = None) -> int:
@@ -289,7 +278,6 @@ class Pricing:
         return [(bucket, counts[key]) for key, bucket in first.items()]
 
     def owned_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's weights, optimizer state and gradients."""
         learning = self.owned(rank, True)
         return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
 
@@ -307,7 +295,6 @@ class Pricing:
         messages: bool = True,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> Walk:
-        """Return a walk through a rank's program."""
         return Walk(
             self.blocks,
             strategy,
@@ -322,7 +309,6 @@ class Pricing:
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) pairs of a ring."""
     return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
 
 

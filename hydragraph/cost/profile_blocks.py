@@ -16,7 +16,6 @@ class ProfileBlocks:
 
     Args:
         types: device types; a block needs the same memory on all of them.
-        pieces: returns the pieces for (device type, kind of stage).
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class ProfileBlocks:
         return self._pieces(next(measured, self._types[0]), part.kind)[self._templates[block]]
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """See `Blocks`."""
         piece = self._piece(block, part)
         tokens = batch.tokens
         lines = piece.held
@@ -76,5 +74,4 @@ class ProfileBlocks:
         return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:
-        """See `Blocks`."""
         return round(self._aux_bytes * batch.tokens)

@@ -89,7 +89,6 @@ def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for `Profile.from_constants`."""
     schemes: dict[Scheme, Constants] = {}
     failed: dict[Scheme, str] = {}
     for row in entry["schemes"]:

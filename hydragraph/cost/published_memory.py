@@ -49,7 +49,6 @@ class MemoryModel:
     device: float
 
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
-        """Return the bytes of a device's weights, gradients and optimizer state."""
         tp, pp = scheme
         # PP does not divide the embedding.
         layer = self.layers * self.hidden**2 * self.states
@@ -58,7 +57,6 @@ class MemoryModel:
         return layer * (alpha / devices + (1 - alpha) / (pp * tp)) + embedding * (alpha / devices + (1 - alpha) / tp)
 
     def token_bytes(self, scheme: Scheme) -> float:
-        """Return the activation bytes per token, with PP micro-batches in flight."""
         tp, _ = scheme
         return self.layers * self.hidden / tp * self.activation[tp]
 

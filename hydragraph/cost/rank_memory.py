@@ -68,12 +68,10 @@ class Memory:
 
     @property
     def home(self) -> int:
-        """Bytes of the state that the rank owns."""
         return self.home_weights + self.optimizer_state + self.home_gradients
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return self.home + self.weights + self.gradients + self.activations + self.working + self.messages
 
 
@@ -82,7 +80,6 @@ class MemoryCurve:
     """Memory of one rank over an iteration.
 
     Attributes:
-        peak_s: time of the peak.
         points: (seconds, bytes from this time on), without peaks within instructions.
     """
 
@@ -91,7 +88,6 @@ class MemoryCurve:
     points: tuple[tuple[float, int], ...]
 
     def at(self, seconds: float) -> int:
-        """Return the bytes in use at a time."""
         size_then = self.points[0][1] if self.points else self.peak.total
         for begin, size in self.points:
             if begin > seconds:
@@ -119,21 +115,15 @@ class Blocks(Protocol):
     @property
     def hidden_bytes(self) -> int: ...
 
-    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """Return the memory of a block."""
-        ...
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint: ...
 
-    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """Return the memory of the halves of a block's backward."""
-        ...
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint: ...
 
     def adds(self, block: str, part: StagePart) -> bool:
         """Return whether a block's products add weight gradients directly to the sums of earlier micro-batches."""
         ...
 
-    def aux_bytes(self, batch: MicroBatch) -> int:
-        """Return the bytes of auxiliary values."""
-        ...
+    def aux_bytes(self, batch: MicroBatch) -> int: ...
 
 
 class PricedBlocks(Blocks, Protocol):
@@ -191,11 +181,10 @@ def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) 
 
 
 def exchange_name(op: Op, bucket: str) -> str:
-    """Return the name of a pending exchange."""
     return f"{op.value} {bucket}"
 
 
-HomeOf = Callable[[Bucket], Layout]  # owners of a bucket
+HomeOf = Callable[[Bucket], Layout]
 
 
 class Walk:
@@ -266,7 +255,6 @@ class Walk:
 
     @cached_property
     def at_home(self) -> Memory:
-        """The rank's constant memory."""
         layouts = [self._home_of(bucket) for bucket in self._model.buckets]
         owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
         both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
@@ -279,7 +267,6 @@ class Walk:
         )
 
     def peak(self) -> Memory:
-        """Return the largest memory."""
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:

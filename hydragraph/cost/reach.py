@@ -48,7 +48,7 @@ class Reach:
 
     @property
     def order(self) -> tuple[float, float]:
-        """(window, chunk) for sorting; infinite if there is no limit."""
+        """(window, chunk) for sorting; infinite without a limit."""
         return self.window or math.inf, self.chunk or math.inf
 
 
@@ -58,7 +58,6 @@ Near = tuple[tuple[Reach, float], ...]  # seconds per pair of limited attention,
 
 
 def total(parts: Iterable[tuple[float, Near]]) -> Near:
-    """Return the weighted sum of (factor, coefficients) pairs."""
     sums: dict[Reach, float] = {}
     for factor, near in parts:
         for reach, pair_s in near:
@@ -67,5 +66,4 @@ def total(parts: Iterable[tuple[float, Near]]) -> Near:
 
 
 def ordered(sums: dict[Reach, float]) -> Near:
-    """Return the coefficients of limited attention, sorted by `Reach.order`."""
     return tuple((reach, sums[reach]) for reach in sorted(sums, key=lambda each: each.order) if reach != WHOLE)

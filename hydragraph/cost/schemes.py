@@ -87,7 +87,6 @@ class CostedSchemes:
         return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return `Costs.fixed` of a strategy of these schemes."""
         key = tuple(schemes)
         if key not in self._charges:
             self._charges[key] = self._costs.fixed(self._strategy(schemes))
@@ -114,7 +113,6 @@ def schemes_of(
     Args:
         profile: profile with blocks, or with published constants, for which `home` is ignored.
         home: owners of the state; default: equal shares.
-        schemes: schemes to price; default: the measured schemes.
     """
     if profile.blocks and profile.device is not None:
         from hydragraph.cost.costs import Costs  # needs PyTorch, which published constants do not

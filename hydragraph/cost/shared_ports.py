@@ -34,7 +34,6 @@ class Flows:
     """All flows."""
 
     def __init__(self) -> None:
-        # Events of outdated versions are skipped.
         self._events: list[tuple[float, int, int, Flow]] = []  # (time, turn, version, flow); version 0: it begins
         self._turn = 0
         self._load: dict[int, float] = {}

@@ -93,7 +93,6 @@ def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) ->
 
 @partial(compiled, shared=True)
 def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
-    """Return the schedule's table for one kind of pipeline."""
     tables = terms.tables
     return ScheduleTable(tables.work[kind], tables.micro_batch[kind], tables.skip[kind], tables.stage[kind])
 

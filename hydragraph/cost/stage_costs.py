@@ -42,7 +42,6 @@ class Ring:
         return replace(self, hidden=0.0)
 
     def slower(self, factor: float) -> Ring:
-        """Return the sums slowed down by a factor."""
         beside = tuple((factor * times, product_s) for times, product_s in self.beside)
         return replace(self, times=factor * self.times, hidden=factor * self.hidden, beside=beside)
 
@@ -86,7 +85,6 @@ class Hop:
     part: float = 1.0
 
     def seconds(self, tokens: float) -> float:
-        """Return the seconds for a micro-batch."""
         size = tokens * self.token_bytes * self.part
         total = 0.0
         for link in self.links:
@@ -114,7 +112,6 @@ class StageCost:
     back: Hop | None = None
 
     def slower(self, factor: float) -> StageCost:
-        """Return the stage slowed down by a factor."""
         forward, backward, aux = (
             tuple(tuple((factor * n, curve) for n, curve in parts) for parts in every)
             for every in (self.forward, self.backward, self.aux)
@@ -166,7 +163,7 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the time at which micro-batches in this order end.
+    """Return the end of micro-batches in this order.
 
     Args:
         rows: row of each stage (`Pipeline.rows`); empty: each stage has its own.

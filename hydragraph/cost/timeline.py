@@ -37,7 +37,6 @@ class SimulatedSpan:
 
     @property
     def seconds(self) -> float:
-        """Duration of the instruction."""
         return self.end_s - self.start_s
 
 
@@ -80,11 +79,7 @@ def _aligned(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Times of every rank's instructions, from the iteration's start.
-
-    Attributes:
-        curves: returns each rank's memory over time.
-    """
+    """Times of every rank's instructions, from the iteration's start."""
 
     actors: tuple[Actor, ...]
     times: tuple[Times, ...] = field(repr=False)
@@ -92,24 +87,20 @@ class Timeline:
 
     @cached_property
     def actor_of(self) -> dict[int, int]:
-        """Number of each rank's actor."""
         return {
             rank: a for a, actor in sorted(enumerate(self.actors), key=lambda p: p[1].ranks) for rank in actor.ranks
         }
 
     @property
     def ranks(self) -> Sequence[tuple[SimulatedSpan, ...]]:
-        """Spans of each rank, in order."""
         return _Ranks(self)
 
     @cached_property
     def seconds(self) -> float:
-        """End of the last instruction."""
         return max((max(times.end, default=0.0) for times in self.times), default=0.0)
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """Chain of instructions that determines the end."""
         return critical_path(self.actors, self.times)
 
     @cached_property
@@ -124,7 +115,6 @@ class Timeline:
         return self.curves(self)
 
     def busy_s(self, rank: int, stream: Stream) -> float:
-        """Return the seconds for which a rank's stream is busy."""
         return self._busy[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property

@@ -32,7 +32,6 @@ class TracedStep:
     """A traced iteration that can be simulated.
 
     Attributes:
-        step: number of the step, as in its events.
         seconds: time of the step on rank 0, without waiting for a plan.
     """
 
@@ -50,7 +49,6 @@ class Trace:
     ranks: tuple[tuple[TraceEvent, ...], ...]
 
     def of(self, step: int) -> tuple[tuple[TraceEvent, ...], ...]:
-        """Return the events of one step, by rank."""
         return tuple(tuple(event for event in events if event.step == step) for events in self.ranks)
 
 

@@ -36,7 +36,6 @@ class Transfers:
 
     @classmethod
     def of(cls, pairs: Mapping[Pair, float]) -> Transfers:
-        """Convert a mapping to transfers."""
         ranks = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
         return cls(ranks[:, 0], ranks[:, 1], np.array(list(pairs.values()), dtype=np.float64))
 
@@ -50,7 +49,6 @@ class Transfers:
 
     @property
     def total(self) -> float:
-        """Sum of all bytes."""
         return float(self.size.sum())
 
 
@@ -146,11 +144,9 @@ class Roads:
         return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
 
     def slowest_s(self, moved: Transfers) -> float:
-        """Return the slowest rank's seconds for concurrent messages."""
         return float(self._exchanged(moved).rank_s.max(initial=0.0))
 
     def passage(self, moved: Transfers) -> Passage:
-        """Return the exchange that concurrent messages form."""
         groups = self._groups
         exchange = self._exchanged(moved)
         src, dst = exchange.src, exchange.dst
