@@ -9,11 +9,7 @@ from hydragraph.train.step_metrics import Metrics
 
 
 def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> int | None:
-    """Return the first step with the lowest evaluation loss, or None if no step was evaluated.
-
-    Args:
-        among: steps to consider; None: all steps.
-    """
+    """Return the first step with the lowest evaluation loss, or None if no step was evaluated."""
     losses = [(m.eval_loss, m.step) for m in history if m.eval_loss is not None and not math.isnan(m.eval_loss)]
     return min((loss for loss in losses if among is None or loss[1] in among), default=(0.0, None))[1]
 

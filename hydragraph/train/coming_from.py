@@ -11,7 +11,6 @@ TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with this
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return the remedies by field name."""
     by_field: dict[str, str] = {}
     for fields, sentence in re.findall(r"^\| (`.+?) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""

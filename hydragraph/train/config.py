@@ -96,7 +96,6 @@ class ModelConfig:
 
     @property
     def directory(self) -> str | None:
-        """Local directory from which the model is loaded."""
         return self.path or self.weights
 
 
@@ -328,7 +327,6 @@ class ScheduleConfig:
             raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
 
     def warmup_of(self, steps: int) -> int:
-        """Return the number of warm-up steps in a run of `steps` steps."""
         return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
     def stable_until(self, steps: int) -> int:
@@ -443,7 +441,6 @@ class ElasticConfig:
 
     @property
     def survives(self) -> bool:
-        """Whether the run continues when ranks are lost."""
         if self.min_ranks is not None:
             return self.min_ranks > 0
         return self.copies > 1 or self.spares > 0
@@ -630,7 +627,6 @@ class TrainConfig:
         self._set("data", replace(data, format="preference", mixture=mixture, evaluation=evaluation))
 
     def _check_ranks(self) -> None:
-        """Check the settings of strategies, and of lost or slow ranks."""
         elastic = self.elastic
         if elastic.copies > self.home.copies:
             self._set("home", replace(self.home, copies=elastic.copies))
@@ -654,22 +650,18 @@ class TrainConfig:
 
     @property
     def automatic(self) -> bool:
-        """Whether the planner proposes the strategies."""
         return "auto" in self.strategies
 
     @property
     def replans(self) -> bool:
-        """Whether the run plans again when ranks become slow or steps take longer or shorter than expected."""
         return self.measures if self.elastic.replan is None else self.elastic.replan
 
     @property
     def measures(self) -> bool:
-        """Whether the run measures its devices and plans for them."""
         return self.automatic and self.plan.profile is None
 
     @property
     def watches(self) -> bool:
-        """Whether the run measures the speed of every rank."""
         return self.elastic.monitor or self.replans
 
     @classmethod

@@ -105,7 +105,6 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
-    """Read and check strategies."""
     config: Any = model.config
     layers = config.num_hidden_layers
     heads = _size(config, "num_attention_heads")

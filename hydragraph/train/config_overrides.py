@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     Config = TypeVar("Config", bound=DataclassInstance)
 
-# Alternative fields: an override of one field removes the other.
 _PAIRS = (
     ("steps", "epochs"),
     ("schedule.warmup", "schedule.warmup_ratio"),
@@ -108,7 +107,6 @@ def _value(text: str, value: str) -> object:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with lists instead of tuples."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value

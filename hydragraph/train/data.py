@@ -402,7 +402,6 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
 
     Args:
         batches: stream at its first mini-batch; the stream is consumed.
-        parts: number of parts; 0: return no steps.
     """
     complete = set[int]()
     drawn = 0

@@ -16,7 +16,6 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a list of at least one string as a tuple."""
     if isinstance(value, str) and value.strip():
         raise ValueError(f"{name} is {value!r}: give a list, as in {name}: [{value}]")
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
@@ -90,7 +89,6 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_of(hint: Any) -> Any:
-    """Return the check for a type, or None if the type has no check."""
     if get_origin(hint) in (Union, UnionType):
         hints = [part for part in get_args(hint) if part is not type(None)]
         return check_of(hints[0]) if len(hints) == 1 else None

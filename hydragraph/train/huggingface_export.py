@@ -24,7 +24,6 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
-    """Load `state` into a Hugging Face model, and write its config, weights and tokenizer."""
     model.load_state_dict(dict(state), assign=True)  # also on the meta device
     model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,6 @@ from hydragraph.train.watcher import Watcher
 # Stop reason that requests a move of state; larger than any signal number.
 MOVES = 500
 TRACED_STEPS = 12
-# Config fields that are passed to `hydragraph.compile`.
 _PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
 
 
@@ -138,7 +137,6 @@ class _RunInputs:
     Attributes:
         config: the config, with epochs converted to steps.
         reference: scores of answers before training, possibly incomplete; None: the loss needs no scores.
-        anew: returns the run's mini-batches from the start.
     """
 
     config: TrainConfig
@@ -286,7 +284,6 @@ def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mi
 def _score(
     prepared: _RunInputs, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
 ) -> int:
-    """Compute missing reference scores; return the stop signal, or 0."""
     reference, weights = prepared.reference, prepared.config.model.weights
     missing = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
@@ -481,7 +478,6 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
 
 
 def _meets_after(run: Run, step: int) -> bool:
-    """Return whether ranks must wait for each other after a step."""
     moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
     return moves or run.saves(step) or run.keeps(step) or run.evaluates(step)
 
@@ -501,7 +497,6 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
 
 
 def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
-    """Return the strategy arguments of `compile`."""
     config, strategies = prepared.config, prepared.strategies
     if not config.plan.choose:
         return {"strategy": strategies if len(strategies) > 1 else strategies[0]}

@@ -13,9 +13,6 @@ from hydragraph.data.mixture import Mixture
 class Ahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
-    Args:
-        count: number of mini-batches to plan ahead.
-
     Attributes:
         position: position of the source after the last returned mini-batch.
     """

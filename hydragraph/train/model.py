@@ -26,7 +26,6 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def captured_loss(config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments `loss` and `example` of `hydragraph.compile`."""
     if config.objective is not None:
         return {"loss": weighted_logprobs, "example": {WEIGHTS: torch.ones(1, 8)}}
     loss = partial(token_cross_entropy, label_smoothing=config.label_smoothing) if config.label_smoothing else None

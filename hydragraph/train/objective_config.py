@@ -86,7 +86,6 @@ class ObjectiveConfig:
 
     @classmethod
     def parse(cls, text: str) -> ObjectiveConfig:
-        """Return the objective with this name and default settings."""
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:
             raise ValueError(f"objective is {text!r}: use {' or '.join(losses)}")

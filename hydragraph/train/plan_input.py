@@ -56,7 +56,6 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
 
 
 def read_corrections(path: Path | None) -> Corrections | None:
-    """Read the output of `hydragraph compare`."""
     return None if path is None else Corrections.load(path)
 
 

@@ -93,7 +93,6 @@ class PairResult:
 
 
 def mean_over_pairs(results: Sequence[PairResult], values: Sequence[float]) -> float:
-    """Return the mean of a value over results, weighted by the number of pairs."""
     return sum(r.pairs * value for r, value in zip(results, values, strict=True)) / sum(r.pairs for r in results)
 
 

@@ -48,7 +48,7 @@ class RunFolder:
     config = _FolderEntry("config.yaml")  # the resolved config
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
-    events = _FolderEntry("events.jsonl")  # events and decisions about ranks
+    events = _FolderEntry("events.jsonl")
     ranks = _FolderEntry("ranks.json")  # processes of the run
     slow = _FolderEntry("slow.json")  # slow ranks (`straggler_file`)
     picture = _FolderEntry("loss.png")
@@ -166,7 +166,6 @@ class RunFolder:
             raise ValueError(f"output {self.path}: another run has started in this folder: choose another output")
 
     def refuse_shared(self) -> None:
-        """Raise ValueError if another run is using the folder."""
         if self.path.is_dir():
             with self.owned():
                 pass
@@ -190,7 +189,6 @@ class RunFolder:
 
     @property
     def how_to_go_on(self) -> str:
-        """Clause of a message that names the last checkpoint."""
         if not self.path.is_dir():
             return f"{self.path} was deleted, with its checkpoints"
         last = self.last()

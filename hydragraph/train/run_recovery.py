@@ -214,7 +214,6 @@ def resumed(
 
     Args:
         undone: last step that had been trained before the return to a checkpoint.
-        read: bytes of checkpoint pieces that were read, by kind of place.
     """
     survived, _ = told[-1]
     step = survived.step

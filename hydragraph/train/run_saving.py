@@ -107,7 +107,6 @@ def checkpoint(run: Run, state: TrainState) -> None:
 
 
 def settle_checkpoints(run: Run) -> None:
-    """Wait for pending checkpoints, then delete obsolete checkpoints."""
     run.executor.wait_saved()
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())

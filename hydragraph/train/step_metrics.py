@@ -115,7 +115,6 @@ class MetricsLog:
 
     Args:
         path: file of JSON lines; lines after step `after` are dropped.
-        tensorboard: directory of event files; None: write none.
 
     Attributes:
         history: all metrics, including earlier sessions.

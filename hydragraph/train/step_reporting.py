@@ -27,7 +27,6 @@ _REPORTED = (
 
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
-    """Evaluate after a step if an evaluation is due, and log the step."""
     config = run.config
     losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
     if run.log is None or run.watcher is None:
@@ -90,7 +89,6 @@ def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], di
 
 
 def tell(run: Run, event: RunEvent) -> None:
-    """Report an event on the leading rank."""
     append_event(run.folder.events, event)
     if run.log is not None:
         run.log.mark(event)
@@ -116,7 +114,6 @@ def _mfu(run: Run, report: StepReport, seconds: float) -> float | None:
 
 
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
-    """Open the metrics log, and report missing packages."""
     remedy = "pip install 'hydragraph[train]'"
     if not matplotlib_installed():
         watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")

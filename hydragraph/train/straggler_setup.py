@@ -35,7 +35,6 @@ def controller_of(
     Args:
         before: controller of the previous ranks, whose measurements are reused.
         numbers: new rank numbers by old rank numbers.
-        hurried: whether the running plan was made quickly, so that a better plan is searched.
         slow: slow ranks that a lost controller had found.
     """
     slow = slow or {}

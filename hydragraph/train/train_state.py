@@ -64,12 +64,10 @@ class Run:
 
     @property
     def pairs(self) -> PairedSteps | None:
-        """Executor for mini-batches of pairs, if the run has an objective."""
         objective = self.config.objective
         return None if objective is None else PairedSteps(self.executor, objective.loss)
 
     def strategy_of(self, step: int) -> Strategy | None:
-        """Return the strategy whose turn it is; None if the executor chooses."""
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 
     def evaluates(self, step: int) -> bool:

@@ -112,7 +112,6 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
-    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average."""
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)

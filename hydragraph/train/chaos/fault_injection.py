@@ -56,7 +56,6 @@ class Victim:
 
     @property
     def server(self) -> int | None:
-        """Process from which ranks are forked."""
         children = self.children()
         return parent(children[-1]) if children else None
 
@@ -128,7 +127,6 @@ def send(pid: int, which: signal.Signals) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process runs and is not a zombie."""
     fields = stat_of(pid)
     return bool(fields) and fields[0] not in "ZX"
 
@@ -280,7 +278,6 @@ def _another(run: Victim, chance: random.Random) -> None:
 
 
 def _end(*pids: int) -> None:
-    """Kill processes in the same instant, and wait until they have ended."""
     for pid in pids:
         send(pid, signal.SIGKILL)
     for pid in pids:

@@ -1,7 +1,4 @@
-"""Replanning for slow ranks in a separate process during training.
-
-The training process polls for the answer.
-"""
+"""Replanning for slow ranks in a separate process during training."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ class Replanned:
 
 
 def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
-    """Return the costs for a question, reusing earlier costs if possible."""
     inputs = question.profile, question.cluster, question.corrections
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
@@ -216,7 +212,6 @@ class Replanner:
         return None if unwanted else self._answer
 
     def forget(self) -> None:
-        """Drop the pending question, if any."""
         self._unwanted = self._thread is not None
 
     def close(self) -> None:

@@ -48,7 +48,6 @@ class Replanning:
         refused: returns why ranks did not switch, or "" if they switched.
         sample: sequence lengths to plan for until enough mini-batches have run.
         hurried: whether the initial strategies were planned quickly, so that better strategies are searched.
-        planned_for: rates that the initial strategies were planned for.
     """
 
     costs: Costs
@@ -187,7 +186,6 @@ class Controller:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
                 return []  # the event is reported when all ranks have switched
-            # A quick answer that is rejected is not reported.
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
         return events

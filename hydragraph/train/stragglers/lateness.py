@@ -7,7 +7,7 @@ A rate scales only the time of blocks, but a slow rank also packs and sends slow
     planned  slow ranks of a late pipeline are planned with their rates multiplied by 1 + AHEAD * late
 
 AHEAD exceeds 1, because fixed costs do not shrink with a pipeline's share. A correction that makes steps longer is
-reverted, and no other correction is tried at these rates. A learned rate is reused later for similar measured rates.
+reverted, and no other correction is tried at these rates.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ class Lateness:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
-        self._open = switched  # the running plan was made for these rates
+        self._open = switched
         # Step time and rates before the last correction.
         self._before: tuple[float, dict[int, Learned]] | None = None
         self._ended = False  # the last correction did not help
         self._rates = Health()
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
-        """Return a copy for renumbered ranks; `numbers` maps old numbers of remaining ranks to new numbers."""
         late = Lateness(switched, {numbers[rank]: rates for rank, rates in self.learned.items() if rank in numbers})
         late._usual.extend(self._usual)
         return late

@@ -65,7 +65,6 @@ class Monitor:
         self.corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a copy for renumbered ranks; `numbers` maps old numbers of remaining ranks to new numbers."""
         monitor = Monitor(costs)
         monitor._device, monitor._core = self._device.among(numbers), self._core.among(numbers)
         monitor._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}

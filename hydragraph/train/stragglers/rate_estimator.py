@@ -34,7 +34,7 @@ OF = 4
 CERTAIN = 3.0
 CHANGE = 1.25  # minimum change of a straggler's rate, as a factor, that is reported
 PARTIAL = 0.85  # if the first slow iteration is below this fraction of later ones, it was only partly slow
-LITTLE = 0.1  # fraction of the busiest rank's expected seconds
+LITTLE = 0.1
 SHARED = 0.5  # minimum fraction of a rank's predicted seconds that calibrated kinds of work cover
 
 _T = TypeVar("_T")
@@ -100,7 +100,7 @@ class Estimator:
         self._kinds: dict[Kind, _Samples] = {}
         self._residuals: dict[int, deque[float]] = {}  # logarithms, by rank
         self._recent: deque[Mapping[int, float]] = deque()  # last residuals of all ranks
-        self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)  # residuals of healthy ranks
+        self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)
 
     @property
     def rates(self) -> Mapping[int, float]:

@@ -27,7 +27,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
 GAIN = 1.2  # required gain of a move, as a multiple of its cost
-GRADIENT_BYTES = 4  # bytes per gradient element
+GRADIENT_BYTES = 4
 ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise does not change them
 TIGHT = 1.01  # required memory, as a multiple of the memory for unrounded shares
 
@@ -84,7 +84,6 @@ def rehoming(
 
     Args:
         running: the current home; if it has copies, its `nodes` are set.
-        ranks: number of ranks, none of them lost.
         buckets: buckets of the state. Shares of single buckets are dropped unless `question` assigns new shares.
         question: question for `cost.home_choice`, whose answer is another candidate; exchanges then count as costs.
 
@@ -166,7 +165,6 @@ def best_shares(
 
     Args:
         elements: number of elements of the state, including copies.
-        without: ranks that own no state.
 
     Raises:
         ValueError: the ranks do not have enough memory.

@@ -21,14 +21,13 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
 from hydragraph.train.stragglers.run_events import RunEvent
 
-BESIDE = 0.5  # fraction of a step within which a part must arrive
+BESIDE = 0.5
 COOLDOWN = 6  # minimum number of steps between two decisions
 MIX = 16  # number of recent steps whose strategies are considered
 CHANGED = 0.25  # fraction of the recent steps that must differ before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
-    """Return the costs of state, from measured update times and the slowest link."""
     ranks = range(costs.ranks)
     updates = [costs.piece_profile(rank).update for rank in ranks]
     elements = sum(bucket.size for bucket in costs.buckets)

@@ -66,7 +66,6 @@ class RunEvent:
 
     @property
     def line(self) -> str:
-        """The event as one line of JSON."""
         record = asdict(self)
         record["ranks"] = list(self.ranks)
         record["seconds"] = round(self.seconds, 4)
