@@ -28,7 +28,6 @@ def bare_model(config: TrainConfig) -> nn.Module:
 
 
 def program_of(config: TrainConfig, model: nn.Module) -> Program:
-    """Capture a model and return its program."""
     import torch
 
     from hydragraph.frontend.capture import capture
@@ -69,7 +68,6 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 def costs_of_run(
     config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Path | None, **graphs: Any
 ) -> Costs:
-    """Return a run's costs; `graphs` are further keyword arguments of `Costs`."""
     import torch
 
     from hydragraph.cost.costs import Costs

@@ -69,7 +69,6 @@ def compare_command(options: CompareOptions) -> None:
 def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
-    """Return a run's costs from the given profile, the config's profile, or a datasheet."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.spec.cluster import Cluster

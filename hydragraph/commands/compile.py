@@ -72,7 +72,6 @@ class CompileOptions(ConfigOptions):
     trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
 
     def load(self) -> TrainConfig:
-        """Read the config."""
         config = super().load()
         return replace(
             config,
@@ -135,7 +134,6 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
 def compile_quietly(
     config: TrainConfig, micro_batches: str, output: Path, trust: bool = False, arch: str | None = None
 ) -> Summary:
-    """Compile the config's strategies and write the folder, without printing results."""
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler

@@ -35,9 +35,7 @@ class VariantRecord:
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        blocks: the model's blocks that use the template.
         indices: positions in the stage of the ranks that run it.
-        saved_values: number of values saved for the backward.
         saved_bytes_per_token: bytes of saved values per token, without inputs and the output.
     """
 
@@ -112,14 +110,9 @@ class Compiler:
     """Compiler of one program for strategies; each variant is compiled once.
 
     Args:
-        owners: home layouts of the model state.
         backend: "eager", or "inductor", which fills its cache on disk.
         tell: called with the name of each part to compile.
         built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
-
-    Attributes:
-        graphs: records of the graphs' kernels, if kernels are collected.
-        traced: variants before the backend compiles them.
     """
 
     def __init__(

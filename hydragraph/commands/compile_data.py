@@ -32,8 +32,6 @@ class BlockData:
     """Memory and messages of a compiled block in a kind of stage.
 
     Attributes:
-        kind: kind of stage, such as "tp2s".
-        indices: positions in the stage of the ranks that run this variant.
         gradients: bytes of the parameters' gradients from one micro-batch.
         sent: bytes sent for tensor-parallel sums.
     """
@@ -50,10 +48,6 @@ class ModelData:
     """A model's sizes and the memory of its blocks.
 
     Attributes:
-        home: owners of the state, as text.
-        templates: block -> template.
-        blocks: template -> its compiled variants.
-        aux: bytes of auxiliary values.
         replicas: kind of stage -> parameters whose gradient is equal on all ranks of the stage.
     """
 
@@ -66,13 +60,11 @@ class ModelData:
     replicas: Mapping[str, Sequence[str]]
 
     def save(self, folder: Path) -> None:
-        """Write the data to a folder."""
         record = {**asdict(self), "sizes": self.sizes.to_record()}
         (folder / DATA).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> ModelData:
-        """Read a folder's data, or raise a ValueError."""
         path = folder / DATA
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -88,21 +80,17 @@ class ModelData:
 
     @cached_property
     def outline(self) -> Outline:
-        """The model's outline."""
         return self.sizes.outline
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Buckets of parameters."""
         return self.sizes.buckets
 
     @property
     def owners(self) -> Home:
-        """Owners of the model state."""
         return Home.parse(self.home)
 
     def block(self, name: str, part: StagePart) -> BlockData:
-        """Return a block's data for one rank of a stage."""
         for variant in self.blocks[self.templates[name]]:
             if variant.kind == part.kind.text and part.index in variant.indices:
                 return variant
@@ -121,7 +109,6 @@ class RecordedBlocks:
         self.hidden_bytes = data.sizes.hidden_bytes
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """See `Blocks`."""
         from hydragraph.cost.footprint import Footprint
 
         block_data = self._data.block(block, part)
@@ -136,21 +123,17 @@ class RecordedBlocks:
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """See `Blocks`."""
         return self._data.block(block, part).held.added
 
     def aux_bytes(self, batch: MicroBatch) -> int:
-        """See `Blocks`."""
         return at(self._data.aux, batch.tokens)
 
 
 def at(line: Sequence[float], tokens: int) -> int:
-    """Return a line's bytes for a number of tokens."""
     return max(0, round(line[0] + line[1] * tokens))
 
 
 def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
-    """Return the data of a compiled model."""
     from hydragraph.cost.footprint import MicroBatch
     from hydragraph.cost.graph_footprint import made_bytes
 

@@ -48,14 +48,12 @@ class Summary:
 
     @classmethod
     def load(cls, folder: Path) -> Summary:
-        """Read a folder's summary, or raise a ValueError."""
         return from_record(cls, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
 
 
 def summarise(
     program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
 ) -> Summary:
-    """Return the summary of a compiler's results."""
     return Summary(
         hydragraph=__version__,
         torch=torch.__version__,
@@ -74,7 +72,6 @@ def summarise(
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError if a folder contains other files."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
         raise ValueError(
             f"--output {folder} contains other files: pass a new folder, or one that hydragraph compile wrote"

@@ -75,16 +75,13 @@ class GraphRecord:
 
     @property
     def launches(self) -> int:
-        """Number of kernel launches."""
         return self.library_launches + sum(kernel.launches for kernel in self.kernels)
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory read and written."""
         return self.library_bytes + sum(kernel.launches * kernel.bytes for kernel in self.kernels)
 
     def least_seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Return the minimum time at peak FLOP/s and bandwidth."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
@@ -98,7 +95,6 @@ class KernelsFile:
 
     @classmethod
     def load(cls, folder: Path) -> KernelsFile:
-        """Read a folder's file, or raise a ValueError."""
         if not (folder / KERNELS).is_file():
             raise ValueError(
                 f"{folder} contains no {KERNELS}: write it with "
@@ -107,7 +103,6 @@ class KernelsFile:
         return from_record(cls, json.loads((folder / KERNELS).read_text(encoding="utf-8")))
 
     def save(self, folder: Path, built: Iterable[BuiltKernel]) -> None:
-        """Write `kernels.json` and the kernels' cubins."""
         (folder / FOLDER).mkdir()
         codes = {_digest(kernel): kernel.cubin for kernel in built}
         for record in (kernel for graph in self.graphs for kernel in graph.kernels):

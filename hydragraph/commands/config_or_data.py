@@ -68,14 +68,12 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
 
 
 def first_config(found: InspectedPaths, to: Path) -> str:
-    """Return a commented config for this machine's devices; `to` is its file."""
     from hydragraph.train.starter_config import starter
 
     return starter(found, devices_here(), f"runs/{to.stem}")
 
 
 def devices_here() -> AvailableDevices:
-    """Return the launcher's ranks, this machine's GPUs, or its CPU."""
     import torch
 
     from hydragraph.train.starter_config import AvailableDevices

@@ -20,17 +20,14 @@ T = TypeVar("T")
 
 
 def launched() -> bool:
-    """Return whether a launcher started this process."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def leads() -> bool:
-    """Return whether this process is rank 0, which writes results."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def restarts_by_torchrun() -> int | None:
-    """Return how often torchrun restarted this machine's ranks, or None without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
@@ -71,7 +68,6 @@ def on_ranks(
     """Run a function on the launcher's ranks, or on new local ranks; return this rank's result, or rank 0's.
 
     Args:
-        relay: forwards stop requests to the new ranks' processes.
         elastic: how ranks continue when some are lost; None: a loss ends the run.
         nodes: machines on which a launcher started one process instead of ranks; this process is on the first.
     """
@@ -83,7 +79,6 @@ def on_ranks(
 
 
 def quieten() -> None:
-    """Hide warnings for developers, and progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code

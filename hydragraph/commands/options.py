@@ -90,7 +90,7 @@ class CommonOptions:
         hints = get_type_hints(type(self), include_extras=True)
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) is not False:
-                declared = hints[name].__metadata__[0].default  # the option's explicit name
+                declared = hints[name].__metadata__[0].default
                 raise ValueError(f"{declared if isinstance(declared, str) else f'--{name}'} {why}")
 
 
@@ -102,7 +102,6 @@ class ConfigOptions(CommonOptions):
     overrides: Set = None
 
     def load(self) -> TrainConfig:
-        """Read the config."""
         return TrainConfig.load(self.config, self.overrides or ())
 
 
@@ -143,7 +142,6 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read the micro-batches of any number of pipelines, or raise a ValueError."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
@@ -166,19 +164,16 @@ def check_written(option: str, path: Path | None) -> None:
 
 
 def default_devices_text(ranks: int, config: TrainConfig) -> str:
-    """Return a note on the default devices."""
     instead = ", not for this machine (device: cpu)" if config.device == "cpu" else ""
     return f"for {ranks} H200{'s' * (ranks != 1)}, because --cluster is not given{instead}"
 
 
 def check_prices(profile: object, efficiency: float | None) -> None:
-    """Raise a ValueError if a profile and an efficiency are both given."""
     if profile and efficiency is not None:
         raise ValueError("--profile uses measured seconds and --efficiency uses a datasheet: give only one of them")
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:
-    """Return the command line's home, or the config's."""
     return configured if text is None else Home.parse(text)
 
 

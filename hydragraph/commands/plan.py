@@ -40,7 +40,6 @@ def plan_command(options: PlanOptions) -> None:
 
 
 def plan_equal(options: PlanOptions) -> None:
-    """Print the seconds of candidates on equal devices."""
     from hydragraph.cost.corrections import corrected
     from hydragraph.report.candidate_comparison import explain  # imports numba and scipy
     from hydragraph.report.candidate_comparison_text import to_record, to_text

@@ -39,7 +39,6 @@ Say = Callable[[str], None]
 
 @contextmanager
 def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
-    """Let another process compile graphs from the last to the first, until this one has compiled them all."""
     if asked.model is None or (os.cpu_count() or 1) < 2:
         yield
         return

@@ -139,7 +139,6 @@ def _running(text: str, costs: Costs) -> Strategy:
 
 
 def _write(plan: Plan, path: Path) -> str:
-    """Write strategies to numbered files; return how to train with them."""
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)

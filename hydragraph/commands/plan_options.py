@@ -163,7 +163,6 @@ class PlanOptions(EqualOptions, UnevenOptions):
     ] = None
 
     def check(self) -> None:
-        """Raise a ValueError for contradictory options."""
         if self.cluster is None:
             self.refuse(
                 get_annotations(UnevenOptions),

@@ -28,7 +28,6 @@ aten, hydragraph = torch.ops.aten, torch.ops.hydragraph
 
 
 def forward_code(variant: Variant, title: str) -> str:
-    """Return the forward as a function of parameters, buffers and inputs."""
     names = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     results = [f"output {i}" if variant.outputs > 1 else "the output" for i in range(variant.outputs)]
     results += [f"saved.{i}" for i in range(len(results_of(variant.forward)) - variant.outputs)]
@@ -36,7 +35,6 @@ def forward_code(variant: Variant, title: str) -> str:
 
 
 def backward_code(variant: Variant, title: str) -> str:
-    """Return the backward as a function of saved values and the tangent."""
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(results_of(variant.forward)[variant.outputs :])}
     arguments = [

@@ -77,7 +77,6 @@ class ShowOptions(CommonOptions):
         return any(views) or self.parameter is not None or self.diff is not None
 
     def check(self) -> None:
-        """Raise a ValueError for contradictory options."""
         check_counts(self.micro_batches)
         folder = self.source is not None and self.source.is_dir()
         if self.output is not None:

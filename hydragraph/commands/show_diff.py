@@ -18,7 +18,6 @@ _LONG = 4000  # lines; longer files are not compared line by line
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    """Yield the differences between two folders."""
     differences = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
     yield f"{one.path} -> {other.path}"
     yield from shortened(differences or ["  no differences in model, graphs, strategies and programs"], rows=60)
@@ -72,7 +71,6 @@ def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
 
 
 def strategy_diff(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield the differences between two strategies."""
     yield f"{one.name} -> {other.name}"
     differences = [*_facts(one, other), *_places(one, other)]
     yield from shortened(differences or ["  no differences in placement, micro-batches and programs"], rows=40)

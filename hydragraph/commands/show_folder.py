@@ -35,17 +35,14 @@ class ShownStrategy:
 
     @property
     def name(self) -> str:
-        """The strategy's text with its fingerprint."""
         return self.record.strategy
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy itself."""
         return self._read(lambda: Strategy.load(self.folder / "strategy.yaml"))
 
     @cached_property
     def programs(self) -> SharedPrograms:
-        """All ranks' programs."""
         files = list(self.folder.glob("*.txt"))
         return self._read(lambda: read_programs({file.name: file.read_text(encoding="utf-8") for file in files}))
 
@@ -80,7 +77,6 @@ class ShownFolder:
 
     @cached_property
     def data(self) -> ModelData:
-        """Data of the model."""
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
@@ -92,7 +88,6 @@ class ShownFolder:
         return tuple(self.strategy(text) for text in texts) if texts else self.strategies
 
     def strategy(self, text: str) -> ShownStrategy:
-        """Return one strategy; see `chosen`."""
         for number, shown in enumerate(self.strategies, start=1):
             name, _, fingerprint = shown.name.rpartition("@")
             if text in (shown.name, name, fingerprint, shown.record.folder, str(number)) or self._same(shown, text):
@@ -107,7 +102,6 @@ class ShownFolder:
             return False
 
     def check_rank(self, rank: int | None) -> None:
-        """Raise a ValueError for an unknown rank."""
         if rank is not None and not 0 <= rank < self.summary.ranks:
             raise ValueError(f"--rank {rank} does not exist: give a rank from 0 to {self.summary.ranks - 1}")
 
@@ -122,7 +116,6 @@ def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
 
 
 def overview(folder: ShownFolder) -> Iterator[str]:
-    """Yield a folder's contents and options."""
     summary = folder.summary
     yield (
         f"{summary.model}: {summary.layers} layers, {summary.parameters / 1e6:,.4g} M parameters in {summary.dtype}, "
@@ -147,14 +140,12 @@ def overview(folder: ShownFolder) -> Iterator[str]:
 
 
 def shortened(lines: Sequence[str], rows: int = ROWS, more: str = "") -> Iterator[str]:
-    """Yield the first lines, and the number of omitted lines."""
     yield from lines[:rows]
     if len(lines) > rows:
         yield f"  ... and {len(lines) - rows:,} more{more}"
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Wrap lines at `WIDTH` columns."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         if len(line) <= WIDTH:

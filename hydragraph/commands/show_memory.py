@@ -79,7 +79,6 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
 
 
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
-    """Return the walk through a rank's program."""
     ranks = folder.data.ranks
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
     owners = HomeLayouts(folder.data.owners, ranks)

@@ -55,7 +55,6 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
             owned.append((owner, low - start, high - start, copy))
     if not owned:
         yield "  this rank owns no part of it" if rank is not None else "  no rank owns it"
-    # Consecutive equal shares are printed in one line.
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
         ranks = [row[0] for row in members]

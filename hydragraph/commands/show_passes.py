@@ -20,7 +20,6 @@ from hydragraph.spec.strategy import Strategy
 
 
 def list_passes() -> Iterator[str]:
-    """Yield one line per pass."""
     yield "graph passes: from a block's template to the graphs that one rank of a stage runs"
     for number, graph_pass in enumerate(GRAPH_PASSES, start=1):
         yield f"{number}. {graph_pass.name:<20}{graph_pass.meaning} ({graph_pass.when})"

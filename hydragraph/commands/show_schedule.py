@@ -47,7 +47,6 @@ class Task:
 
     @property
     def number(self) -> str:
-        """Number of the micro-batch, and of a later interleaved stage."""
         return f"{self.micro_batch}:{self.visit}" if self.visit else str(self.micro_batch)
 
 
@@ -115,7 +114,6 @@ def _length(work: Work, stage: PlacedStage) -> int:
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
-    """Yield the grid of each strategy, or only the stages of one rank."""
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; the unit is the forward of a block"
     for strategy in strategies:
         every = schedule(strategy, outline)
@@ -164,7 +162,6 @@ def _cells(tasks: Sequence[Task], end: int, unit: int) -> str:
 
 
 def check_drawn(path: Path) -> None:
-    """Raise a ValueError if the grids cannot be drawn."""
     from hydragraph.train.loss_picture import matplotlib_installed
 
     if path.suffix not in (".png", ".svg"):

@@ -29,7 +29,6 @@ def traffic_lines(
     """Yield traffic by kind, and a table of traffic between ranks, or between nodes if there are many ranks.
 
     Args:
-        rank: show only the traffic of this rank; None: of all ranks.
         node: number of consecutive ranks per node.
     """
     yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
@@ -49,7 +48,6 @@ def traffic_lines(
 
 
 def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
-    """Return traffic by kind (`KINDS`)."""
     placed = placed_layouts(folder.data, each.strategy)
     return {
         "pull": moved(placed, "pull", folder.data.sizes.itemsize),

@@ -99,7 +99,6 @@ class StepOptions(ConfigOptions):
         check_prices(self.profile, self.efficiency)
 
     def cluster_for(self, config: TrainConfig) -> Cluster:
-        """Return a run's devices."""
         from hydragraph.spec.cluster import Cluster
         from hydragraph.spec.default_cluster import default_cluster
 
@@ -173,7 +172,6 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies of the options or the config, and their costs."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies

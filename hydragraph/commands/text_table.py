@@ -9,7 +9,6 @@ from rich.table import Table
 
 
 def new_table(title: str, headings: Sequence[str], left: Collection[str] = ("strategy",)) -> Table:
-    """Return an empty table; columns not in `left` are aligned right."""
     table = Table(title=escape(title), title_justify="left")
     for heading in headings:
         table.add_column(escape(heading), justify="left" if heading in left else "right", overflow="fold")

@@ -99,7 +99,6 @@ class TrainOptions(CommonOptions):
     overrides: Set = None
 
     def load(self) -> TrainConfig:
-        """Read the config, or write one for data and a model."""
         config = config_of(self.paths, self.to, self.overrides or ())
         if self.compiled is not None:
             config = replace(config, compiled=str(self.compiled))
@@ -175,7 +174,6 @@ def surviving(config: TrainConfig) -> TrainConfig:
 
 
 def read_step(text: str, option: str) -> int:
-    """Return the number in "step-40" or "40"; raise a ValueError for other texts."""
     number = text.removeprefix("step-")
     if not number.isdecimal():
         raise ValueError(f"{option} {text!r}: give a checkpoint of the run by its step, such as step-40")

@@ -46,7 +46,6 @@ def verify_command(options: VerifyOptions) -> None:
 
 
 def verify_rank(config: TrainConfig) -> list[ParityRow]:
-    """Compare all strategies on this rank."""
     from hydragraph.cluster.launch import join
     from hydragraph.engine import api
     from hydragraph.engine.single_device_parity import verify

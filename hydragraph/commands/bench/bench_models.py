@@ -75,7 +75,6 @@ def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int
 
 
 def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:
-    """Draw random tokens for sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 

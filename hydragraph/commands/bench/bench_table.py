@@ -30,7 +30,6 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """Whether the target was met, as text."""
         return {True: "met", False: "MISSED", None: "not measured"}[self.met]
 
     @classmethod
@@ -38,7 +37,6 @@ class Target:
         """Return the target that `found` (None: not measured) is at least `wanted`.
 
         Args:
-            form: format of both numbers.
             text: replaces the text of `wanted`.
         """
         met = None if found is None else found >= wanted
@@ -46,7 +44,6 @@ class Target:
 
     @classmethod
     def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}") -> Target:
-        """Return the target that `found` is at most `wanted`."""
         met = None if found is None else found <= wanted
         return cls(name, f"<= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
@@ -66,9 +63,6 @@ class BenchReport:
 
     Attributes:
         rows: measured values; NaN: missing.
-        notes: sentences on the measurement.
-        blocks: further tables, as text.
-        bars, unit: bars of the picture, and their unit.
     """
 
     title: str
@@ -81,12 +75,10 @@ class BenchReport:
     unit: str = ""
 
     def save(self, path: Path) -> None:
-        """Write the report as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> BenchReport:
-        """Read a file that `save` wrote, or raise a ValueError."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["targets"] = [Target(**target) for target in data["targets"]]
@@ -101,7 +93,6 @@ class BenchReport:
 
 
 def shown(cell: Cell) -> str:
-    """Format a cell; NaN is "-"."""
     if isinstance(cell, str):
         return cell
     if math.isnan(cell):
@@ -110,7 +101,6 @@ def shown(cell: Cell) -> str:
 
 
 def to_table(report: BenchReport) -> Table:
-    """Return the rows as a table for the terminal."""
     texts = [c for i, c in enumerate(report.columns) if all(isinstance(row[i], str) for row in report.rows)]
     table = new_table(report.title, report.columns, left=texts)
     for row in report.rows:
@@ -119,7 +109,6 @@ def to_table(report: BenchReport) -> Table:
 
 
 def target_table(targets: Sequence[Target]) -> Table:
-    """Return the targets as a table for the terminal."""
     table = Table("target", "wanted", "found", "", title="targets (on one H200)", title_justify="left")
     for target in targets:
         table.add_row(escape(target.name), target.wanted, target.found, target.verdict)
@@ -127,7 +116,6 @@ def target_table(targets: Sequence[Target]) -> Table:
 
 
 def to_csv(report: BenchReport) -> str:
-    """Return the rows as CSV, with all digits."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(report.columns)
@@ -136,7 +124,6 @@ def to_csv(report: BenchReport) -> str:
 
 
 def to_markdown(reports: Sequence[BenchReport], heading: str, facts: Sequence[str]) -> str:
-    """Return a page with facts, all targets, and a section per report."""
     targets = [target for report in reports for target in report.targets]
     lines = [f"# {heading}", "", *(f"- {fact}" for fact in facts), ""]
     if targets:

@@ -46,7 +46,6 @@ class BenchOptions(CommonOptions):
     ] = None
 
     def show(self, report: BenchReport) -> None:
-        """Print a report, and write the requested files."""
         from rich.console import Console
 
         from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table

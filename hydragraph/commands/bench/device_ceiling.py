@@ -25,12 +25,10 @@ class Ceilings:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """FLOP/s of the datasheet, or measured FLOP/s."""
         return self.nominal_flops_per_s or self.product_flops_per_s
 
     @property
     def peak_name(self) -> str:
-        """Text of `peak_flops_per_s` for headings."""
         kind = "nominal" if self.nominal_flops_per_s else "measured"
         return f"{kind} {self.peak_flops_per_s / 1e12:.3g} TFLOP/s"
 
@@ -42,7 +40,6 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure a copy of 1 GiB and a product of size 8192; on a CPU, a copy of 64 MiB and a product of size 1024."""
     cuda = device.type == "cuda"
     source = torch.zeros((1024 if cuda else 64) * 2**18, device=device)
     target = torch.empty_like(source)
@@ -56,14 +53,12 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device, or a GPU if available, or raise a ValueError."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -26,7 +26,6 @@ Loss = Callable[[Batch], Tensor]
 
 
 def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torch.device) -> list[Batch]:
-    """Pack sequences into the micro-batches of one pipeline."""
     checked = [sequence_of(s, i, causal=True) for i, s in enumerate(sequences)]
     (micro_batches,) = assign(strategy, [len(s) for s in sequences]).micro_batches
     return [pack([checked[i] for i in m], device=device) for m in micro_batches]
@@ -107,7 +106,6 @@ def baselines(
     Args:
         build: makes another model, which gets the weights of `first`.
         dtype: dtype of the computation; bf16 means autocast.
-        compiled: add a baseline on packed batches with torch.compile.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
 

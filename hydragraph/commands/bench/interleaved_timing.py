@@ -21,7 +21,6 @@ def alternate(
     """Return the median seconds of one call of each side; each round begins with a different side.
 
     Args:
-        rounds: number of measured rounds, after `warm_up` other rounds.
         at_least_s: approximate time for which a side is repeated in a round; 0: one call.
     """
     repeats = dict.fromkeys(sides, 1)

@@ -44,7 +44,6 @@ def bench_kernels(
     """Measure kernels by name; without names, measure all kernels.
 
     Args:
-        tell: called with the name of the next measurement.
         keep: called with the report so far after every case.
 
     Raises:
@@ -97,7 +96,6 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
 
 
 def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Return the sides that run, and notes on failed sides; raise a ValueError for a wrong result."""
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
     sides = {first: reference}
@@ -121,7 +119,6 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
 
 
 def kernel_targets(rows: Sequence[KernelRow]) -> tuple[Target, ...]:
-    """Return the targets for one H200."""
     return (*_attention_targets(rows), *_memory_targets(rows), *_loss_targets(rows))
 
 

@@ -100,7 +100,6 @@ def _count_bytes(exe: Executable) -> Counter[Channel]:
 
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
-    """Return the median seconds of all pulls or all pushes without computation."""
     buffers = Buffers(exe.world.device)
     rank, ranks = exe.rank, exe.ranks
     starts: list[Callable[[], Finish]] = []
@@ -130,7 +129,6 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
 
 
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
-    """Combine ranks: sum of bytes, mean of seconds."""
     count = len(per_rank)
     names = ("alone_s", "exposed_s", "step_s")
     means = Overlap(*(sum(getattr(m.overlap, name) for m in per_rank) / count for name in names))

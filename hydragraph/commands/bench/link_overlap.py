@@ -27,7 +27,6 @@ class Overlap:
 
     @property
     def percent(self) -> float:
-        """100 (1 - exposed / alone), from 0 to 100."""
         if self.alone_s <= 0:
             return 100.0
         return 100 * min(1.0, max(0.0, 1 - self.exposed_s / self.alone_s))
@@ -47,7 +46,6 @@ def simulated(
 
     Args:
         tokens: size of a micro-batch, which is one sequence.
-        micro_batches: number in every pipeline.
         moved: the direction's traffic; if there is none, `alone_s` and `exposed_s` are 0.
     """
     counts = [micro_batches] * len(strategy.pipelines)

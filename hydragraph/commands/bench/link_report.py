@@ -42,8 +42,6 @@ class LinkSettings:
         source: strategy whose gradients are pushed; "home": no push.
         target: strategy whose weights are pulled; "home": no pull.
         cluster: simulated devices; None: `default_cluster`.
-        tokens: size of a simulated micro-batch.
-        measure: also measure on local ranks over gloo.
     """
 
     model: str

@@ -51,11 +51,9 @@ class StepSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the computation."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def sequences(self, turn: int) -> list[Tensor]:
-        """Draw a round's mini-batch."""
         lengths = mixed_lengths(self.tokens, turn, self.longest, self.shortest)
         return draw_sequences(lengths, self.shape.vocabulary, turn)
 
@@ -104,7 +102,6 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
 
 
 def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[int], sheet: Datasheet) -> float:
-    """Return the predicted seconds of a step on one device, from its datasheet."""
     device = Device(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
     unused = Interconnect(1e12, 0.0)
     cluster = Cluster((device,), unused, unused)
@@ -121,7 +118,6 @@ def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:
-    """Compile the model for one rank, with AdamW."""
     return api.compile(
         model,
         strategy,
@@ -162,7 +158,6 @@ def _measure(
 
 
 def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> None:
-    """Raise a ValueError if a side's loss or gradient norm differs from the eager, packed side's."""
     expected = values["eager, packed"]
     for name, value in values.items():
         for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
