@@ -93,7 +93,6 @@ class ComparedCandidate:
         bound: lower bound of `seconds`.
         alone: mean seconds of the longest sequence alone on its best pipeline.
         fits, wins: number of mini-batches that fit, and on which it is the fastest.
-        why: why it is not the best.
     """
 
     strategy: Strategy
@@ -109,17 +108,14 @@ class ComparedCandidate:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all pipelines have the same scheme."""
         return len(set(self.strategy)) == 1
 
     @property
     def devices(self) -> int:
-        """Number of devices in use."""
         return sum(tp * pp for tp, pp in self.strategy)
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence that fits."""
         return max(use.max_len for use in self.memory)
 
 
@@ -159,12 +155,10 @@ class PlanReport:
 
     @property
     def best(self) -> ComparedCandidate:
-        """Best static candidate."""
         return self.candidates[0]
 
     @property
     def homogeneous(self) -> ComparedCandidate | None:
-        """Best homogeneous candidate, or None."""
         return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
 
 
@@ -357,7 +351,6 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
         return f"fits at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
     if candidate.parts is None or best.parts is None:
         return f"takes at least {candidate.bound:.3f} s"
-    # At most two large parts are named.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]

@@ -20,7 +20,6 @@ MEANING = {
 
 
 def to_text(report: PlanReport, explain: bool = False) -> str:
-    """Return a report as text; with `explain`, list all candidates and the parts of their time."""
     lines = [
         f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
         f"{report.tokens:,} tokens",

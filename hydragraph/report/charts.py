@@ -57,8 +57,6 @@ def line_chart(
     Args:
         label: text for screen readers.
         series: curves with at least one point in total.
-        show: function that formats y values.
-        zero: whether the y axis begins at 0.
         marks: vertical lines; lines outside the x axis are omitted.
     """
     points = [point for curve in series for point in curve.points if math.isfinite(point[1])]

@@ -42,7 +42,6 @@ def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
 
 
 def device_figure(plan: Plan, costs: Costs) -> Any:
-    """Return a figure of each device's layers, peak memory and memory limit."""
     from matplotlib.figure import Figure
 
     rows = _rows(costs)

@@ -49,7 +49,6 @@ class IterationView:
     Attributes:
         title: such as "simulated" or "measured, step 7".
         critical: critical path; empty for measured iterations.
-        note: on merged or omitted parts.
     """
 
     title: str
@@ -112,7 +111,6 @@ class DeviceRow:
 
     Attributes:
         what: type and current speed, such as "h100", "l4, 2.57 × as slow" or "lost".
-        ok: whether the speed is normal.
     """
 
     ranks: tuple[int, ...]
@@ -140,7 +138,6 @@ class Contender:
         micro_batches: number in each pipeline; empty: unknown.
         shares: of the iteration, as (name, fraction).
         why: why the strategy lost; "" for the best strategy.
-        origin: search that found the strategy.
     """
 
     name: str
@@ -195,7 +192,6 @@ class ReportContents:
 
     Attributes:
         kind: "simulation", "plan" or "run".
-        source: sentences on the source of the numbers.
         contenders: compared strategies, the best first.
         words: lines of the plan's explanation.
     """

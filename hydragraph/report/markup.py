@@ -37,12 +37,10 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
 
 def join(*content: Content) -> Markup:
-    """Concatenate contents."""
     return Markup("".join(map(_text, content)))
 
 
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    """Return a section with a heading and an introduction."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
 
 

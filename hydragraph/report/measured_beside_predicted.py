@@ -31,12 +31,10 @@ class ComparedStep:
 
     @property
     def measured_s(self) -> float:
-        """Measured seconds of the slowest rank."""
         return max(account.total for account in self.measured)
 
     @property
     def predicted_s(self) -> float:
-        """Predicted seconds of the slowest rank."""
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
@@ -68,12 +66,10 @@ class ComparedSeconds:
 
     @property
     def ratio(self) -> float | None:
-        """Measured / predicted; None if nothing was predicted."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
     @property
     def difference(self) -> float:
-        """Measured minus predicted."""
         return self.measured - self.predicted
 
 
@@ -82,8 +78,6 @@ class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
-        source: sentence on the source of the computation times.
-        types: device type of each rank.
         before: corrections that the model already includes.
         warming: numbers of the excluded steps, the first under each strategy.
     """
@@ -153,7 +147,6 @@ class RunComparison:
         return f"{kind.value}{where}: {_times(row)}, {share:.0%} of the whole difference"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-compatible record."""
         return {
             "source": self.source,
             "sentence": self.sentence,
@@ -220,7 +213,6 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
 
 
 def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[TraceEvent]]) -> ComparedStep:
-    """Compare one iteration, given events by rank."""
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     predicted = predicted_accounts(costs.simulate(strategy, step.assignment))
     return ComparedStep(step.step, step.strategy, step.seconds, measured_accounts(ranks), predicted)

@@ -44,27 +44,22 @@ class MemoryFit:
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        """Peaks of all ranks."""
         return tuple(curve.peak for curve in self.curves)
 
     @property
     def tightest(self) -> int:
-        """Rank with the fullest memory."""
         return max(range(len(self.curves)), key=lambda rank: self.curves[rank].peak.total / self.limits[rank])
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of every rank is within its limit."""
         return all(c.peak.total <= limit for c, limit in zip(self.curves, self.limits, strict=True))
 
     @property
     def largest(self) -> str:
-        """Name of the largest part on the tightest rank."""
         parts = vars(self.curves[self.tightest].peak)
         return WORDS[max((name for name in parts if name != "host"), key=lambda name: parts[name])]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-compatible record."""
         return {
             "strategy": self.strategy.name,
             "fits": self.fits,
@@ -85,7 +80,6 @@ class MemoryFit:
 
 
 def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
-    """Simulate an iteration's memory."""
     timeline = costs.simulate(strategy, assignment)
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
     return MemoryFit(strategy, timeline.memory, limits, timeline.seconds)

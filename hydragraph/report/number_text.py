@@ -14,7 +14,6 @@ _WIDTH = 140  # columns of a file
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or `_WIDTH`."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -27,7 +26,6 @@ def counts_text(counts: Sequence[int], times: str = "*", comma: str = ",") -> st
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a time, such as 1.35 ms."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -35,7 +33,6 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Format bytes, such as 1.35 GB."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.3g} {name}B"

@@ -12,7 +12,6 @@ from hydragraph.report.device_diagram import diagram_of
 from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rivals with a diagram.
 MOST_RIVALS = 5
 
 

@@ -26,7 +26,6 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
-    """Return goodput and the costs of changes of ranks."""
     wall_time = account(metrics, events)
     if wall_time is None:
         return ()

@@ -211,7 +211,6 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
 
 
 def _course(panel: int, number: int, course: IterationView, titled: bool) -> Markup:
-    """Return a timeline, which the script makes zoomable."""
     used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
     keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
     if course.critical:

@@ -35,7 +35,6 @@ class PricedStrategy:
         return self.tokens / self.seconds
 
     def busy(self) -> list[float]:
-        """Return the fraction of time in which each rank computes."""
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:

@@ -42,7 +42,6 @@ def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
 
 
 def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
-    """Return the key numbers of the best strategy."""
     timeline = best.timeline
     tightest = max(shown.held, key=lambda each: each.peak / each.limit)
     by_kind = timeline.critical_path.by_kind

@@ -20,7 +20,6 @@ MOST_LANES = 48
 
 
 def course_data(course: IterationView) -> dict[str, Any]:
-    """Return an iteration as data for the script."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
     tracks: dict[int, int] = {}  # equal lanes share data
@@ -64,7 +63,6 @@ def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> lis
 
 
 def course_picture(course: IterationView) -> Markup:
-    """Return an iteration as SVG, with traffic drawn below computation."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
     drawn: list[Content] = [_lane(lane, LANE * i, course.seconds) for i, lane in enumerate(lanes)]

@@ -68,7 +68,6 @@ def simulated_course(timeline: Timeline) -> IterationView:
 
 
 def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> IterationView:
-    """Return the view of a traced iteration, given the events of each rank."""
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
     lanes = [
@@ -89,7 +88,6 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
 
 
 def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...]:
-    """Return an actor's bars by stream (`STREAMS`)."""
     return _by_stream(
         (
             instruction.stream.value,
