@@ -84,7 +84,6 @@ class Shard:
     step: int
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the shard."""
         kept = [self.weight, self.gradient, self.moment, self.square]
         return kept if self.copy is None else [*kept, self.copy]
 
@@ -166,7 +165,6 @@ def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Reference in plain PyTorch."""
     steps = [torch.tensor(float(shard.step - 1)) for shard in shards]
     weights, gradients, moments, squares = _columns(shards)
     torch_adamw(weights, gradients, moments, squares, [], steps, foreach=False, **_options(settings))
@@ -199,7 +197,6 @@ def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def launch(shard: Shard, settings: AdamWSettings) -> None:
-    """Run the kernel on a multiple of 16 elements, then on the remainder."""
     size = shard.weight.numel()
     body = size // UNIT * UNIT
     for low, high in ((0, body), (body, size)):
@@ -218,7 +215,6 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernel's variants."""
     names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
     for copy in (False, True):
         signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")

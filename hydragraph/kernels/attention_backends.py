@@ -85,7 +85,6 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """Return the name of the forced backend, or None."""
     return _forced.get()
 
 
@@ -268,7 +267,6 @@ _BACKENDS: dict[str, Backend] = {b.name: b for b in (_FlashAttn(), _TorchFlash()
 
 
 def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
-    """Return [begin, end) of every non-empty sequence."""
     return ((a, b) for a, b in pairwise(starts.tolist()) if b > a)
 
 

@@ -25,7 +25,6 @@ class AttentionSettings:
 
     @property
     def plain(self) -> bool:
-        """Whether window and cap are unset."""
         return self.window is None and self.cap is None
 
     def sides(self) -> tuple[int | None, int | None]:

@@ -16,7 +16,6 @@ class Tiling:
 
     Attributes:
         stages: number of tiles that are loaded ahead of use.
-        registers: maximum registers per thread.
         exact: use fp32 products instead of three tf32 products, which are faster but need more registers.
     """
 
@@ -28,7 +27,6 @@ class Tiling:
     exact: bool = False
 
     def options(self) -> dict[str, object]:
-        """Return launch options."""
         common: dict[str, object] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         return common if self.registers is None else common | {"maxnreg": self.registers}
 
@@ -74,5 +72,4 @@ def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Map
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """Return the head size of a tile: the next power of two, at least 64 (fp32: 128)."""
     return max(128 if dtype == torch.float32 else 64, 1 << (size - 1).bit_length())

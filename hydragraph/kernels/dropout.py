@@ -83,7 +83,6 @@ def _drop(  # type: ignore[no-untyped-def]
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernel's variants."""
     for name in ("bf16", "fp16", "fp32"):
         numbers = ("tokens", "after", "part", "whole", "first", "features", "call", "threshold")
         signature = {
@@ -113,7 +112,6 @@ def _scale(p: float) -> float:
 
 
 def reference(x: Tensor, keys: Tensor, form: _Form, call: int, p: float, token_dim: int) -> Tensor:
-    """Reference in plain PyTorch."""
     drawn = words(keys[0], form.indices(x.device), call)
     sizes = [n for d, n in enumerate(x.shape) if d != token_dim]
     kept = (drawn >= threshold(p)).view(-1, *sizes).movedim(0, token_dim)

@@ -21,7 +21,6 @@ def usable(k: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute `hydragraph::gated_delta_rule`."""
     return _apply([x.unsqueeze(0) for x in (q, k, v, g, beta)], cu_seqlens).squeeze(0)
 
 
@@ -46,7 +45,6 @@ def _apply(leaves: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 @cache
 def _function() -> Any:
-    """Return the package's function, or None if missing or too old."""
     try:
         version = import_module("fla").__version__
         function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

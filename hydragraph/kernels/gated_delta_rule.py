@@ -31,7 +31,6 @@ EPSILON = 1e-6  # added to the square of a length
 
 
 def unit(x: Tensor) -> Tensor:
-    """Scale the last dimension to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 
@@ -135,7 +134,6 @@ def _chunks(cu_seqlens: Tensor) -> Iterator[list[slice]]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute `hydragraph::gated_delta_rule`."""
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     heads = _Heads.of(q, k, v, g, beta)
     for rows_of in _chunks(cu_seqlens):
@@ -166,7 +164,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `hydragraph::gated_delta_rule_backward`."""
     heads = _Heads.of(q, k, v, g, beta)
     dout = widened(grad).transpose(0, 1)
     head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]

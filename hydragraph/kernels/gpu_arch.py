@@ -44,7 +44,6 @@ ARCHS = {
 
 
 def arch_of(name: str) -> GpuArch:
-    """Return the architecture of this name, or raise a ValueError."""
     if name not in ARCHS:
         raise ValueError(f"--arch {name}: use {', '.join(ARCHS)}")
     return ARCHS[name]

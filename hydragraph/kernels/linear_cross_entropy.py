@@ -43,7 +43,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     first, size, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per token: largest logit, sum of exp(logit - largest), weighted logits of label and classes.
+    # One program per token.
     token = tl.program_id(0).to(tl.int64)
     tokens = tl.num_programs(0)
     row = logits + token * row_stride
@@ -74,7 +74,6 @@ def _differentiate(  # type: ignore[no-untyped-def]
     first, size, ignored, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # softmax(logits) - target, or 0 for an ignored token.
     token = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, BLOCK)
     row = logits + token * row_stride
@@ -90,7 +89,6 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 
 def target_of(smoothing: float, classes: int) -> Target:
-    """Return the target of label smoothing over all classes."""
     return (1.0 - smoothing, smoothing / classes) if smoothing else ONE_HOT
 
 
@@ -98,7 +96,6 @@ def target_of(smoothing: float, classes: int) -> Target:
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and its gradients for the full vocabulary."""
     rows = weight.shape[0]
     return loss_and_gradients(hidden, weight, labels, ignored, rows, target=target_of(smoothing, rows))
 
@@ -146,7 +143,6 @@ def loss_and_gradients(
 def token_losses(
     logits: Tensor, labels: Tensor, ignored: int, first: int, exchange: Exchange | None, target: Target = ONE_HOT
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's losses (0 for ignored labels) and the log-sum-exp of its logits."""
     statistics = statistics_of(logits, labels, first, target)
     if exchange is not None:
         statistics = exchange(statistics)
@@ -155,18 +151,15 @@ def token_losses(
 
 
 def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized results."""
     loss = hidden.new_empty((), dtype=wide_dtype(hidden.dtype))
     return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
 
 def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the gradients for the backward."""
     ctx.save_for_backward(*output[1:])
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the saved gradients times the gradient of the loss, and None for further inputs."""
     d_hidden, d_weight = ctx.saved_tensors
     # An fp32 scale would widen the gradients.
     scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
@@ -178,7 +171,6 @@ head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100, smoothing: float = 0.0) -> Tensor:
-    """Reference in plain PyTorch."""
     logits = (hidden @ weight.T).to(wide_dtype(hidden.dtype))
     return torch.nn.functional.cross_entropy(
         logits, labels, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
@@ -216,7 +208,6 @@ def statistics_of(logits: Tensor, labels: Tensor, first: int, target: Target = O
 
 
 def reference_statistics(logits: Tensor, labels: Tensor, first: int, target: Target = ONE_HOT) -> Tensor:
-    """Reference of `statistics_of`."""
     wide = logits.to(wide_dtype(logits.dtype))
     largest = wide.amax(1)
     mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp_().sum(1)
@@ -246,7 +237,6 @@ def to_gradient(
 def reference_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int, target: Target = ONE_HOT
 ) -> Tensor:
-    """Reference of `to_gradient`."""
     of_label, of_each = target
     p = (logits.to(lse.dtype) - lse[:, None]).exp_()
     here, local = _local(labels, first, logits.shape[1])

@@ -22,7 +22,6 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 @torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
 def head_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return the losses and the log-sum-exp, [T], for the full vocabulary."""
     return losses_of(hidden, weight, labels, ignored, weight.shape[0])
 
 
@@ -76,7 +75,6 @@ def head_token_gradients(
 
 
 def like_losses(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialized results."""
     losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
     return losses, torch.empty_like(losses)
 
@@ -86,7 +84,6 @@ def _like_gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: 
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the inputs and the log-sum-exp for the backward."""
     hidden, weight, labels, *rest = inputs
     start = rest[0] if isinstance(rest[0], Tensor) else None
     ctx.ignored = rest[start is not None]
@@ -94,7 +91,6 @@ def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def token_gradients(ctx: Any, factors: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden and weight, and None for further inputs."""
     hidden, weight, labels, lse, *start = ctx.saved_tensors
     needed = ctx.needs_input_grad[:2]
     # The gradient of a slice may have any strides.

@@ -12,10 +12,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert to `wide_dtype`."""
     return x.to(wide_dtype(x.dtype))
 
 
 def contiguous_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return empty contiguous tensors of the same shapes and dtypes."""
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)

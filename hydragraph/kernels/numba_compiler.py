@@ -31,7 +31,6 @@ _MOST = 3000
 _said: list[str] = []
 _announced: list[str] = []
 
-# Functions that return whether another compiling process has ended.
 _others: list[Callable[[], bool]] = []
 _POLL_S = 0.05
 
@@ -66,7 +65,6 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
 
 
 def is_compiled(function: Any) -> bool:
-    """Return whether the disk cache contains a function's compiled code."""
     cache = getattr(function, "_cache", None)
     try:
         return isinstance(cache, _Cache) and any(files._load_index() for files in (cache.installed, cache.own))
@@ -114,7 +112,6 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self.own = self._cache_file = _Files(self._cache_path, name, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
-        """Return compiled code from the caches, or None."""
         with suppress(Exception):
             self._cache_file = self.installed
             overload = super().load_overload(*arguments)
@@ -155,7 +152,6 @@ def _folder() -> str | None:
 
 
 def _evict(folder: Path) -> None:
-    """Delete the oldest quarter of more than `_MOST` files."""
     files = [*folder.glob("*.nb?")]
     if len(files) > _MOST:
         with suppress(FileNotFoundError):  # another process deletes as well

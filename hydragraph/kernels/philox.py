@@ -50,7 +50,6 @@ def call_word(block: int, call: int) -> int:
 
 
 def threshold(p: float) -> int:
-    """Return the threshold below which a random word drops its element."""
     return round(p * 2**32)
 
 

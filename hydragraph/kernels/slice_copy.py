@@ -84,8 +84,7 @@ def _slice_copy(  # type: ignore[no-untyped-def]
     ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
     UNIT: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per tile (target offset, length, first origin, number of origins). Offsets of aligned tiles are in
-    # units of UNIT elements, for wide accesses.
+    # One program per tile of a `SliceTable`.
     tile = tl.program_id(0).to(tl.int64)
     at = tl.load(tiles + 4 * tile)
     length = tl.load(tiles + 4 * tile + 1)
@@ -160,7 +159,6 @@ class SliceTable:
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
             sums: target ranges may overlap, for `slice_copy(..., accumulate=True)`.
-            device: device of the buffers.
 
         Raises:
             Unsupported: a tensor has another form, a number is negative, or target ranges overlap without `sums`.
@@ -208,7 +206,6 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
 
 def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Reference in plain PyTorch."""
     for a, b, n in table.ranges.T.tolist():
         part = target[b : b + n]
         value = source[a : a + n].to(target.dtype)
@@ -268,7 +265,6 @@ def _memory(buffer: Tensor) -> Any:
 
 
 def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Launch the Triton kernel."""
     _slice_copy[(len(table.tiles),)](
         source,
         target,
@@ -283,7 +279,6 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernel's variants: casts of pulls, moves, and sums of pushes."""
     cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
     cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
     for source, target, accumulate, sums in cases:

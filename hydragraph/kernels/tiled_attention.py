@@ -43,7 +43,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tup
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, columns in _tiles(q, settings):

@@ -188,7 +188,6 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per slot and query head.
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     sequence, first, end = _locate(starts, sequences, slot, ROWS)
@@ -246,7 +245,6 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1).to(tl.int64)
     sequence, first, end = _locate(starts, sequences, slot, COLUMNS)
     length = (end - first).to(tl.int32)
-    # The most expensive columns of a causal sequence start first.
     column = ((slot - sequence - first // COLUMNS) * COLUMNS).to(tl.int32)
     if column >= length:
         return
@@ -299,7 +297,6 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why the kernels do not support tensors, or None."""
     if reason := why_not(q.device):
         return reason
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
@@ -336,7 +333,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: Attention
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
@@ -416,7 +412,6 @@ def _tilings(q: Tensor, settings: AttentionSettings) -> Tilings:
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype, options: _Options) -> dict[str, object]:
-    """Return the constants; fp32 products use three tf32 products unless the tiling is exact."""
     precision = "tf32" if dtype != torch.float32 else "ieee" if tiling.exact else "tf32x3"
     tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
     return {**tile, "PRECISION": precision, "WINDOW": options.window, "CAP": options.cap}
@@ -431,5 +426,4 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x, or a copy, with stride 1 along D and a limited token stride."""
     return x if x.stride(2) == 1 and 0 <= x.stride(0) < _MAX_STRIDE else x.contiguous()

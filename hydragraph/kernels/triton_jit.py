@@ -50,12 +50,10 @@ class Inlined:
     function: Callable[..., Any]
 
     def __call__(self, *_: Any) -> Any:
-        """Raise an AssertionError: kernels use Triton's version of the function."""
         raise AssertionError(f"{self.function.__name__} runs only in kernels")
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Return a decorator for `Kernel`."""
     return lambda function: Kernel(function, unspecialized)
 
 
@@ -77,7 +75,6 @@ class KernelVariant:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return why Triton cannot run on a device, or None."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cuda" or (device.type == "cpu" and _interpreted()):
@@ -107,7 +104,6 @@ def _interpreted() -> bool:
 
 
 def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise Unsupported for tensors on several devices."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise Unsupported(devices, where=where, remedy="move them to one device")

@@ -84,7 +84,6 @@ def reference(
     cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Reference in plain PyTorch, [T, Hq, D]."""
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for a, b in spans(cu_seqlens):
