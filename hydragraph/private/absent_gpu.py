@@ -30,7 +30,6 @@ class BuiltKernel:
     """A kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
 
     Attributes:
-        shared_bytes: shared memory per thread block.
         configurations: number of configurations that autotuning on a GPU would time.
         bytes: bytes of device memory that a launch reads and writes.
     """

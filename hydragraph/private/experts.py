@@ -43,7 +43,6 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def make_traceable() -> None:
-    """Register a traceable backward for transformers' operator."""
     ops = torch.ops.transformers
     if hasattr(ops, "grouped_mm_fallback") and not hasattr(ops, "grouped_mm_fallback_backward"):
         torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_keep)

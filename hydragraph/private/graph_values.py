@@ -26,7 +26,6 @@ Data = Any
 
 
 def storage_of(value: Tensor) -> int:
-    """Return the identifier of a tensor's storage."""
     number: int = value.untyped_storage()._cdata
     return number
 
@@ -142,7 +141,6 @@ class TensorForm(NamedTuple):
 
     @property
     def integral(self) -> bool:
-        """Whether the tensor contains integers or booleans."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
@@ -154,7 +152,6 @@ def form_in(data: Data) -> TensorForm | None:
 
 
 def storages(data: Data) -> list[int]:
-    """Return the storage numbers of the tensors in an encoded value."""
     if not isinstance(data, list):
         return []
     return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]

@@ -41,17 +41,14 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def hooks_of_tensor(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the kind and the function of a tensor's hooks."""
     return _hooks(tensor, _OF_TENSORS)
 
 
 def global_hooks() -> Iterator[tuple[str, Any]]:
-    """Yield the kind and the function of global module hooks."""
     return _hooks(module_state, _OF_MODULES, "_global")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is a wrapper for compilation or distribution."""
     wrappers = ("torch._dynamo.", "torch.nn.parallel.", "torch.distributed.")
     return f"{type(module).__module__}.".startswith(wrappers)
 
@@ -133,7 +130,6 @@ def own_backward_of(result: Tensor) -> str | None:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Return whether PyTorch itself defines a torch.autograd.Function."""
     place = kind.__module__
     importable = getattr(sys.modules.get(place), kind.__name__, None) is kind
     return place.startswith("torch.") and (importable or place.startswith("torch._library"))
@@ -173,13 +169,11 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def number_of_hooks(module: nn.Module) -> int:
-    """Return the number of a module's own hooks."""
     own = module.__dict__
     return sum(len(own[name]) for name in _OF_MODULES)
 
 
 def number_of_tensor_hooks(tensor: Any) -> int:
-    """Return the number of a tensor's hooks."""
     gradient, accumulated = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return (len(gradient) if gradient else 0) + (len(accumulated) if accumulated else 0)
 

@@ -48,12 +48,10 @@ def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None
 
 
 def mode_of(values: Iterable[object]) -> FakeTensorMode:
-    """Return the fake mode of the first fake tensor."""
     return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    """Compute the fake result of a node."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)

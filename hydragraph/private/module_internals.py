@@ -21,5 +21,4 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
 
 
 def empty_tables() -> dict[str, Any]:
-    """Return the empty tables of a new module."""
     return {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}

@@ -46,7 +46,6 @@ class Signature(NamedTuple):
 
 @functools.cache
 def signature_of(target: object) -> Signature:
-    """Return an operator's signature."""
     assert isinstance(target, torch._ops.OpOverload)
     arguments = target._schema.arguments
     return Signature(
@@ -59,7 +58,6 @@ def signature_of(target: object) -> Signature:
 
 
 def is_operator(target: object) -> bool:
-    """Return whether a target is an operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -70,12 +68,10 @@ def full_name(target: object) -> str:
 
 
 def has_tag(target: object, *tags: torch.Tag) -> bool:
-    """Return whether an operator has any of these tags."""
     return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield a call's arguments."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

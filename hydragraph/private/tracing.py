@@ -41,7 +41,6 @@ class TensorSpec:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return the value that a size has in the trace."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -78,7 +77,6 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
 
 
 def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
-    """Return the names of the symbols in a symbolic number."""
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 
@@ -99,7 +97,6 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
-    """Return the fake mode of tensors."""
     mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
     assert mode is not None
     return mode
@@ -309,7 +306,6 @@ def trace_joint(
 
 
 def writes(node: fx.Node) -> bool:
-    """Return whether a node writes into an operand."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
