@@ -46,7 +46,6 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     # Without a row boundary, the interval is inside row `last`.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
-    # The end of one row, whole rows, and the beginning of another row.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:

@@ -61,7 +61,7 @@ class _Simulation:
         self.received: Counter[tuple[int, int]] = Counter()
         self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> number of receives that complete it
         self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> number of ranks that have entered it
-        self.committing: set[int] = set()  # ranks that have reached the commit
+        self.committing: set[int] = set()
 
     def run(self) -> _Simulation:
         waiting = deque(range(len(self.programs)))

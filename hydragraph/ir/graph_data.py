@@ -34,7 +34,6 @@ from hydragraph.private.graph_values import (
 from hydragraph.private.operator_schemas import full_name, is_operator
 
 _OPERATORS = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_"
-# Functions that graphs call.
 PYTHON: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"torch.{f.__name__}": f for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not)},
@@ -58,12 +57,10 @@ def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
 
 
 def placeholders_of(module: fx.GraphModule) -> list[fx.Node]:
-    """Return a graph's placeholders."""
     return list(module.graph.find_nodes(op="placeholder"))
 
 
 def results_of(module: fx.GraphModule) -> list[fx.Node]:
-    """Return a graph's outputs."""
     results: Any = module.graph.output_node().args[0]
     return list(results)
 

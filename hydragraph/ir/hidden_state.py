@@ -15,12 +15,10 @@ def hidden_size(program: Program) -> int:
 
 
 def hidden_dtype(program: Program) -> torch.dtype:
-    """Return the dtype of the hidden state and its gradient."""
     return _output(program, 0).dtype
 
 
 def loss_dtype(program: Program) -> torch.dtype:
-    """Return the summed loss's dtype."""
     return _output(program, -1).dtype
 
 

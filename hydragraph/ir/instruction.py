@@ -14,7 +14,7 @@ class Op(Enum):
     """Operations of the instruction set."""
 
     PULL = "pull"  # W.bucket = link home -> here
-    FORWARD = "forward"  # one block, one micro-batch
+    FORWARD = "forward"
     BACKWARD = "backward"  # a block's backward or half of it, accumulated into G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
     FETCH = "fetch"  # copy saved values back, after all earlier computations
@@ -99,7 +99,6 @@ class Instruction:
 
     @property
     def stream(self) -> Stream:
-        """Stream that runs the instruction."""
         return RULES[self.op].stream
 
     @property
@@ -109,13 +108,11 @@ class Instruction:
 
     @property
     def partner(self) -> int:
-        """The other rank of a send or receive."""
         assert self.peer is not None, f"a {self.op.value} without a peer"
         return self.peer
 
     @property
     def work(self) -> Work:
-        """Kind of work: a forward, a backward, or half of a backward."""
         if self.op is Op.FORWARD:
             return Work.FORWARD
         if any(value.kind is ValueKind.POSTPONED for value in self.reads):
@@ -125,7 +122,6 @@ class Instruction:
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
-    """Return the values to wait for, given the stream that writes each value."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]

@@ -46,7 +46,6 @@ _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
         (Op.UPDATE, "update", "update"),
     )
 )
-# Words that identify an operation.
 _WORDS = {"link": (Op.PULL, Op.PUSH), **{op.value: (op,) for op in Op}}
 
 

@@ -73,16 +73,13 @@ class Layout:
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
-        """Return the length of a rank's local buffer."""
         mine = self.rank == rank
         return int((self.hi[mine] - self.lo[mine]).sum())
 
     def of(self, rank: int) -> Layout:
-        """Return a rank's rows."""
         return self._where(self.rank == rank)
 
     def without(self, ranks: Collection[int]) -> Layout:
-        """Return the layout without `ranks`, as after their loss."""
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
@@ -90,7 +87,6 @@ class Layout:
 
         Args:
             before: old number of each new rank; None for a rank that joined.
-            nodes: node of each new rank.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
@@ -116,7 +112,6 @@ class Layout:
 
     @cached_property
     def second(self) -> Layout:
-        """Rows of the second owners."""
         return self._where(self.copy != 0)
 
     @property
@@ -144,8 +139,7 @@ def home(
     """Make the home layout of a bucket: a copy is split into one interval per rank, in the order of `ranks`.
 
     Equal shares of a divisible size give intervals of exactly equal length, as native collectives require. Other
-    boundaries are multiples of `align`, so some ranks may have no elements of a small bucket. A second copy is shifted
-    by half a bucket.
+    boundaries are multiples of `align`, so some ranks may have no elements of a small bucket.
 
     Args:
         ranks: distinct, in any order.
@@ -193,11 +187,7 @@ def _twice(
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Split two copies of a bucket, the second shifted by half a bucket.
 
-    A node's ranks are adjacent and own at most half of a copy, so no node owns an element twice. Three ranks with equal
-    shares on three nodes own a bucket of 6 elements:
-
-        first    0 0 1 1 2 2
-        second   1 2 2 0 0 1
+    A node's ranks are adjacent and own at most half of a copy, so no node owns an element twice.
 
     Returns:
         Index of the owner, lo, hi and copy of each interval; intervals may be empty.
@@ -266,7 +256,6 @@ def propagation(
 
 
 def whole(size: int, *ranks: int) -> Layout:
-    """Assign the whole bucket to each rank."""
     rank = np.array(ranks, np.int64)
     zeros = np.zeros(len(ranks), np.int64)
     return _layout(rank, zeros, zeros + size, np.arange(len(ranks)), np.ones(len(ranks), bool), size)

@@ -14,9 +14,6 @@ Symbols, with the lengths of arrays:
     holders        [S]            number of source rows that have the slice and are candidate senders
     turn           [S]            round-robin number, to choose among candidates of equal cost
     piece, holder  [P]            index into S and source row of each pair of a slice and a candidate
-
-Example: rank 0 has [0, 4), rank 1 has [4, 8), rank 2 has both, and rank 3 needs [2, 6). The slices [2, 4) and [4, 6)
-have two candidates each, and the nearest candidate is rank 2.
 """
 
 from __future__ import annotations
@@ -55,12 +52,10 @@ class Slices:
 
     @property
     def elements(self) -> int:
-        """Number of moved elements."""
         return int((self.hi - self.lo).sum())
 
     @property
     def travelling(self) -> Slices:
-        """Slices between different ranks."""
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
@@ -248,7 +243,6 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     # The turn does not depend on a slice's index, so every rank makes the same choice.
     turn = turns[row] + cell
 
-    # Each slice occurs once per candidate sender.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -263,7 +257,6 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
-    """Return the target's rows and intervals on every line, or only those that may concern `rank`."""
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
     lo = (target.lo + shift).ravel()

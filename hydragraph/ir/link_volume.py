@@ -23,13 +23,11 @@ def copied(source: Layout, target: Layout, ranks: int) -> Ints:
 
 
 def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the number of elements that `link.reduce(source, target)` sends between ranks."""
     line = np.unique(source.copy, return_inverse=True)[1]
     return _counted(reduce, source, target.first, line, np.zeros(ranks, np.int64), _OWN)
 
 
 def handed_on(owners: Layout, ranks: int) -> Ints:
-    """Return the number of elements that `link.hand_on(owners)` sends between ranks."""
     return copied(owners.first, owners.second, ranks)
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def shares_heads(heads: int, tp: int) -> bool:
-    """Return whether heads divide evenly over `tp` ranks: equally many heads per rank, or ranks per head."""
     return heads % tp == 0 if heads >= tp else tp % heads == 0
 
 
@@ -72,11 +71,9 @@ class ShardRule:
         return index * n // tp, (index + 1) * n // tp
 
     def allows(self, tp: int) -> bool:
-        """Return whether `tp` ranks can shard the dimension."""
         return not self.heads or all(shares_heads(segment, tp) for segment in self.segments)
 
     def shared(self, tp: int) -> bool:
-        """Return whether ranks share units."""
         return self.heads and min(self.segments) < tp
 
 
@@ -198,7 +195,6 @@ class Bucket:
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:
-        """Return the offset of each parameter in the bucket."""
         starts = {}
         at = 0
         for parameter in self.parameters:

@@ -34,5 +34,4 @@ def communicate(value: Any, where: str) -> Any:
 
 
 def compute(template: str, *values: Any) -> Any:
-    """Run one block's template."""
     _unfilled("compute")

@@ -55,7 +55,6 @@ class Template:
 
 
 def short(name: str) -> str:
-    """Return a template name's first digits."""
     return name[:6]
 
 
@@ -201,9 +200,6 @@ class Program:
         return program_text(self)
 
 
-# --- printed form ---------------------------------------------------------------------------------------------------
-
-
 def program_text(program: Program) -> str:
     """Return a program's text, with a line per block; T is the token count."""
     size = sum(p.size for p in program.parameters.values())
@@ -223,7 +219,6 @@ def program_text(program: Program) -> str:
 
 
 def template_text(program: Program, name: str) -> str:
-    """Return a template's code."""
     return f"template {short(name)}\n{program.templates[name].graph.code.strip()}"
 
 

@@ -18,7 +18,6 @@ Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 
 def mode_of(purpose: Purpose) -> Mode:
-    """Return a purpose's mode."""
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
@@ -74,7 +73,6 @@ class Outline:
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
         return len(self.blocks) - 2
 
     @cached_property
@@ -84,7 +82,6 @@ class Outline:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Number of elements of each bucket."""
         elements = self.elements or (1,) * len(self.buckets)
         return {name: size for (name, _), size in zip(self.buckets, elements, strict=True)}
 

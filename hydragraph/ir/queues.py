@@ -69,7 +69,6 @@ class _Rank:
 
 
 def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
-    """Return the positions of stuck ranks over a transport other than gloo."""
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
         return unmet
     ranks = _queued(programs, transport)
@@ -78,7 +77,6 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
 
 
 def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
-    """Return the ranks that are stuck at the first use of a communicator, which all its members enter together."""
     met: set[Hashable] = set()
     meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
     for program in programs:

@@ -6,9 +6,7 @@
 
 The header gives the rank's pipeline and stage; the other lines are instructions (`ir.instruction_text`). The header of
 a shared stage lists all pipelines and their micro-batches. The header of interleaved stages lists all stages and their
-layers:
-
-    ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
+layers.
 """
 
 from __future__ import annotations
@@ -63,11 +61,9 @@ class RankProgram:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of the rank's micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     def span_of(self, role: Role) -> Span:
-        """Return a role's layers."""
         return self.layers[[earlier.pipeline for earlier in self.roles[: self.roles.index(role)]].count(role.pipeline)]
 
     def __str__(self) -> str:

@@ -67,12 +67,10 @@ class SharedPrograms(Sequence[RankProgram]):
         return (self[rank] for rank in range(len(self)))
 
     def of_kind(self, kind: int) -> tuple[int, ...]:
-        """Return a kind's ranks."""
         return tuple(rank for rank, other in enumerate(self.kinds) if other == kind)
 
     @property
     def instructions(self) -> int:
-        """Total number of instructions on all ranks."""
         return sum(len(self.bodies[kind]) for kind in self.kinds)
 
     @staticmethod

@@ -35,12 +35,10 @@ _RUN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def file_of(kind: int) -> str:
-    """Return the name of a kind's file."""
     return f"program_{kind}.txt"
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
-    """Return texts by file name."""
     texts = {TABLE: _table(programs)}
     for kind, body in enumerate(programs.bodies):
         ranks = programs.of_kind(kind)
@@ -81,7 +79,6 @@ def _table(programs: SharedPrograms) -> str:
 
 
 def _pattern(program: RankProgram) -> str:
-    """Return a program's text, with letters for the numbers that differ within a kind."""
     header, _, body = to_text(program).partition("\n")
     head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
     place = re.sub(r"pipeline \d+", "pipeline P", place)
@@ -92,7 +89,6 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
-    """Parse a kind's text as the program of rank 0."""
     name = file_of(kind)
     text = _text(texts, name)
     degree = re.search(r", tp (\d+) \(ranks T\)", text)
@@ -107,7 +103,6 @@ def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
 
 
 def _numbered_pipelines(text: str) -> str:
-    """Number the pipelines P of a header; interleaved stages belong to one pipeline."""
     shared = count()
     one = re.search(r"layers [\d-]+ \+ ", text.partition("\n(")[0]) is not None
     return re.sub(r"pipeline P, stage", lambda _: f"pipeline {0 if one else next(shared)}, stage", text)

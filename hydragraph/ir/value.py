@@ -93,7 +93,6 @@ def streamed(bucket: str, turn: int) -> str:
 
 
 def bucket_of(exchange: str) -> str:
-    """Return an exchange's bucket."""
     return exchange.partition("@")[0]
 
 
@@ -157,7 +156,6 @@ def message(sent: Value, peer: int) -> Value:
 
 @_once
 def readdressed(sent: Value, peer: int) -> Value:
-    """Return the message of the same value to another rank."""
     return message(parse_value(sent.partition(">")[0]), peer)
 
 

@@ -93,11 +93,7 @@ def _line(instruction: Instruction) -> str:
     return " ".join(instruction_text(instruction).split())
 
 
-# --- places ---------------------------------------------------------------------------------------------------------
-
-
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that headers describe complete pipelines, which share complete stages or no ranks."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
@@ -169,11 +165,7 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
     return _Site(blocks, buckets, neighbours)
 
 
-# --- work -----------------------------------------------------------------------------------------------------------
-
-
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
-    """Check that every block's forward and backward occurs once per micro-batch, with the correct values."""
     halved = {
         (backward.target, backward.micro_batch)
         for _, backward in _of(program, Op.BACKWARD)
@@ -215,7 +207,6 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Replace streamed exchanges by buckets, and fetched values by saved values."""
     return frozenset(
         _NAMED[value.kind](value.bucket)
         if value.kind in _NAMED
@@ -264,9 +255,6 @@ def _work(
                 yield (Work.BACKWARD, block, m), (read, frozenset(passed | summed))
 
 
-# --- lifetimes of values --------------------------------------------------------------------------------------------
-
-
 def _check_values(program: RankProgram) -> None:
     """Check that values are written before their use, freed once after their last use, and awaited across streams."""
     alive: dict[Value, Instruction] = {}
@@ -303,11 +291,7 @@ def _check_values(program: RankProgram) -> None:
         raise _fail(program, last[value], f"{value} is last used here, but is never freed")
 
 
-# --- exchanges of weights and gradients -----------------------------------------------------------------------------
-
-
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update; all ranks must run pulls, and pushes, in the same order."""
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
@@ -377,7 +361,6 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit reads all results, and that only frees and the update follow it."""
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
@@ -403,9 +386,6 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
     }
     if set(program.instructions[commit].reads) != results:
         raise _fail(program, commit, f"it should read ({', '.join(sorted(results))})")
-
-
-# --- messages -------------------------------------------------------------------------------------------------------
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
@@ -456,9 +436,6 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     if instruction.op is Op.SEND and instruction.writes != (message(value, instruction.peer),):
         raise _fail(program, index, f"it should write only {message(value, instruction.peer)}")
     return value
-
-
-# --- deadlocks ------------------------------------------------------------------------------------------------------
 
 
 def _check_end_of_all(programs: Sequence[RankProgram]) -> None:

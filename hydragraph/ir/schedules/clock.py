@@ -16,8 +16,7 @@ for a backward. With different periods:
 - On the last stage, its backward begins half a period after its forward.
 
 Ranks that run their tasks in clock order cannot deadlock: a task's inputs are earlier by the clock. All micro-batches
-take the same time between two stages, so they arrive in order. At most S - s micro-batches of each pipeline are alive
-on stage s of S.
+take the same time between two stages, so they arrive in order.
 
 Interleaved stages: a pipeline passes through its G groups of devices in C rounds. Micro-batches enter in sets of G, and
 a set finishes a round before the next one. A micro-batch moves on after a whole period. F0:1 is in the second round:
@@ -63,15 +62,12 @@ class Beat:
     pause: Ticks = 0
 
     def arrives_at(self, micro_batch: int) -> Ticks:
-        """Return when the previous stage runs its forward."""
         return self.arrives + self._entry(micro_batch)
 
     def forward_at(self, micro_batch: int) -> Ticks:
-        """Return when its forward runs."""
         return self.forward + self._entry(micro_batch)
 
     def backward_at(self, micro_batch: int) -> Ticks:
-        """Return when its backward runs."""
         return self.backward + self._entry(micro_batch)
 
     def _entry(self, micro_batch: int) -> Ticks:
@@ -85,7 +81,6 @@ class Beat:
 
 @lru_cache(maxsize=256)
 def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
-    """Return beats by pipeline and stage."""
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "`Strategy` refuses shared stages in a pipeline that returns to its devices"
         return (_returning(shape.stages[0]),)
@@ -102,12 +97,10 @@ def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
 
 
 def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    """Return a stage's forwards with times, in clock order."""
     return _timed(shape, stage, Work.FORWARD, Beat.forward_at)
 
 
 def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    """Return a stage's backwards, likewise."""
     return _timed(shape, stage, Work.BACKWARD, Beat.backward_at)
 
 

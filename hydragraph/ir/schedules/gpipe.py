@@ -14,7 +14,6 @@ NAME = "gpipe"
 
 
 def gpipe(shape: Shape) -> Schedule:
-    """Return a shape's schedule."""
     return Schedule(
         NAME,
         tuple(

@@ -14,7 +14,6 @@ NAME = "1f1b"
 
 
 def one_f_one_b(shape: Shape) -> Schedule:
-    """Return a shape's schedule."""
     return Schedule(NAME, tuple(_row(shape, stage) for stage in range(shape.size)))
 
 

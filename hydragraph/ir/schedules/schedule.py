@@ -82,7 +82,6 @@ class Shape:
 
     @classmethod
     def alone(cls, stages: int, count: int) -> Shape:
-        """Return one pipeline's shape."""
         return cls((count,), (tuple(range(stages)),))
 
     @cached_property
@@ -92,7 +91,6 @@ class Shape:
 
     @cached_property
     def places(self) -> tuple[tuple[Place, ...], ...]:
-        """Places by pipeline and stage."""
         return tuple(map(places_of, self.stages))
 
     @cached_property
@@ -108,7 +106,6 @@ class Shape:
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """Forwards of each row."""
         return tuple(
             sum(self.counts[p] * self.stages[p].count(row) for p in pipelines)
             for row, pipelines in enumerate(self.pipelines)
@@ -124,12 +121,10 @@ class Shape:
         return links
 
     def is_last(self, row: int) -> bool:
-        """Return whether a row only computes last stages."""
         return any(chain[-1] == row and chain.count(row) == 1 for chain in self.stages)
 
 
 def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
-    """Return stages' places, given their rows."""
     return tuple((row, rows[:at].count(row)) for at, row in enumerate(rows))
 
 
@@ -216,7 +211,6 @@ class Schedule:
         return most
 
     def table(self, rows: Sequence[int]) -> ScheduleTable:
-        """Return a pipeline's schedule as arrays."""
         longest = max(map(len, self.actions), default=0)
         index = {work: i for i, work in enumerate(WORKS)}
         stage = {place: s for s, place in enumerate(places_of(rows))}
@@ -287,7 +281,6 @@ class Schedule:
         """Return when each action begins; a row's list ends where it deadlocks.
 
         Args:
-            places: by pipeline and stage.
             lengths: length of each row's actions; default: 1.
         """
         ends: dict[_End, int] = {}

@@ -22,7 +22,6 @@ KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
 }
 assert tuple(KINDS) == SCHEDULES
 
-# Without halves of backwards.
 WHOLE_BACKWARD = frozenset(
     name
     for name, build in KINDS.items()

@@ -20,7 +20,6 @@ NAME = "zb-h1"
 
 
 def zb_h1(shape: Shape) -> Schedule:
-    """Return a shape's schedule."""
     rows = enumerate(one_f_one_b(shape).actions)
     return Schedule(NAME, tuple(tuple(half for action in row for half in _halves(shape, s, action)) for s, row in rows))
 
