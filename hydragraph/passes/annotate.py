@@ -33,10 +33,7 @@ _LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.def
 
 
 def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
-    """Return a copy of the graph in which the parts that may be split are marked.
-
-    `communicate(x, "enter")` comes before each part, and `communicate(y, "exit")` after it.
-    """
+    """Return a copy of the graph in which the parts that may be split are marked."""
     # Insert one placeholder per value, so that the value's gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}

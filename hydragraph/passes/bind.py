@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 
 def bind(variant: Variant, device: torch.device) -> Variant:
-    """Return a variant with graphs for `device`."""
     if device.type == "cpu":
         return variant
     return replace(variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device))
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a graph with device constants and attached tensors on `device`."""
     if device.type == "cpu":
         return module
     graph = copy_of(module)

@@ -1,7 +1,4 @@
-"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until earlier ones free enough room.
-
-If two equal blocks fit, the pull of W.layer.2 waits for an earlier pull (`after W.layer.0`).
-"""
+"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until earlier ones free enough room."""
 
 from __future__ import annotations
 

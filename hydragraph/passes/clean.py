@@ -51,7 +51,6 @@ SYNONYMS = {
 
 
 def clean(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a cleaned copy of an exported functional graph."""
     result = fx.GraphModule(graph, copy_of(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
@@ -81,7 +80,6 @@ def _first_name(target: Any) -> Any:
 
 
 def copy_of(module: fx.GraphModule) -> fx.Graph:
-    """Return a copy of a graph."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return graph
@@ -131,13 +129,11 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def on_device(node: fx.Node, device: torch.device) -> None:
-    """Replace the device constants among a node's arguments."""
     node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
     node.kwargs = {k: device if isinstance(value, torch.device) else value for k, value in node.kwargs.items()}
 
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a region's body and the region's arguments."""
     at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments

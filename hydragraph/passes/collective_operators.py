@@ -82,7 +82,6 @@ register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses
 # The backward of tp_head_token_losses does not communicate: its gradient of hidden is this rank's part of a sum (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
-# Runtime methods that replace the operators after differentiation.
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",

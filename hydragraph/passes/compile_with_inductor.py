@@ -46,7 +46,6 @@ TUNED = 2048
 CODES = 4
 WORTH = 2
 
-# Operators whose Inductor version sums rows in thread-arrival order.
 UNORDERED = frozenset(
     {
         *(aten.embedding_dense_backward.default, aten.index_add.default, aten.index_put.default),
@@ -133,7 +132,6 @@ class GraphPiece(nn.Module):
 
     Attributes:
         graph: uncompiled graph, run for sizes of 0 and 1, and if no code supports the sizes.
-        codes: compiled codes, each with a test of whether it supports given sizes.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -147,7 +145,6 @@ class GraphPiece(nn.Module):
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
-        """Run the code compiled for the arguments' sizes, or the graph if no code supports them."""
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:

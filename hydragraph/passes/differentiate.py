@@ -90,7 +90,6 @@ class Variant:
 
 
 def saved_names(count: int) -> tuple[str, ...]:
-    """Return the names of saved values."""
     return tuple(f"saved.{i}" for i in range(count))
 
 
@@ -153,7 +152,6 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 
 def _given(collective: fx.Node) -> list[Any]:
-    """Return a collective's arguments except the number of ranks."""
     assert is_operator(collective.target)
     return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
 

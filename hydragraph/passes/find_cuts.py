@@ -12,9 +12,6 @@ In a Llama with 4 heads of size 16 (H = 64), the walk from the query's product f
     q * cos                     [1, 4, T, 16]   (1, 16)   cos [1, 1, T, 16] is the same for every head
     varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the units of q, k and v are heads from now on
     linear(y, Wo)               [1, T, 64]      -         the parts are summed here
-
-The walk is repeated until it drops no further candidate (`banned`), keeps no further parameter whole (`excluded`), and
-changes no unit (`origins`).
 """
 
 from __future__ import annotations
@@ -225,7 +222,6 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        """Drop narrower candidates whose result is combined with a wider sharded value."""
         # With LoRA, a layer's result is sharded, but the adapter's row-parallel product over 8 columns is whole.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
@@ -287,7 +283,6 @@ class _Walk:
 
 
 def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
-    """Return the shard rule of every sharded parameter, by placeholder."""
     settled = {parameter: choices.pop() for parameter, choices in _wanted(cuts).items()}
     return {parameter: rule for parameter, rule in settled.items() if rule is not None}
 
@@ -341,11 +336,9 @@ def _met_rule(cuts: Cuts, cut: Cut) -> ShardRule:
 
 
 def _reader(node: fx.Node) -> fx.Node:
-    """Return the node that reads a product's weight: the product itself or a transpose."""
     parts = known_product(node)
     return node if parts.given is parts.weight else parts.given
 
 
 def uncut_heads(graph: fx.Graph) -> int:
-    """Return the greatest common divisor of all attentions' query head counts, or 0 without attention."""
     return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target in ATTENDING))

@@ -39,7 +39,6 @@ Shifted = tuple[str, int]  # a field of the batch, and the number added to it
 
 
 def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
-    """Return a program's limits on its batches' fields."""
     limits: set[FieldRange] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}

@@ -30,7 +30,6 @@ DRAWN = frozenset({dropout, attention_dropout})
 
 
 def shape(node: fx.Node) -> list[Any]:
-    """Return the sizes of a node's value."""
     return list(value_of(node).shape)
 
 
@@ -57,7 +56,6 @@ class Product(NamedTuple):
 
 
 def product(node: fx.Node) -> Product | None:
-    """Return the operands of a product with a weight, or None for any other node."""
     if is_grouped(node):
         x, operand = operands(node)[:2]
         weight = _untransposed(operand)
@@ -84,13 +82,11 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def _untransposed(weight: fx.Node) -> fx.Node:
-    """Return the expert weights that a node transposes, or the node itself."""
     swaps = weight.target is aten.transpose.int and {d % 3 for d in operands(weight)[1:]} == {1, 2}
     return operands(weight)[0] if swaps else weight
 
 
 def known_product(node: fx.Node) -> Product:
-    """Return a product's operands."""
     parts = product(node)
     assert parts is not None, node
     return parts

@@ -34,7 +34,6 @@ class GraphPass:
 
     @property
     def meaning(self) -> str:
-        """Purpose of the pass, in one sentence."""
         return " ".join((self.run.__doc__ or "").split())
 
 
@@ -140,14 +139,12 @@ def make_variant(
 
 
 def modules_of(graphs: Graphs) -> dict[str, fx.GraphModule]:
-    """Return the graphs by name: "forward", and "backward" once it exists."""
     if isinstance(graphs, Variant):
         return {"forward": graphs.forward, "backward": graphs.backward}
     return {"forward": graphs.graph}
 
 
 def shard_strides(parameter: Parameter, part: StagePart) -> tuple[int, ...]:
-    """Return the strides of a rank's shard in a flat buffer."""
     elements = sum(hi - lo for lo, hi in parameter.intervals(part.tp, part.index))
     flat = torch.empty(elements, device="meta")
     return tuple(parameter.natural(flat, part.tp, part.index).stride())

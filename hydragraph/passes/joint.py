@@ -6,8 +6,7 @@ For example, 32 heads are 32 P in the trace, and 16 heads for degree 2.
 
 The model's own numbers are less than P, so they remain distinguishable from shares after sums and products (Kronecker's
 substitution). A degree gets its own trace if a number may or may not be a share, if the degree does not divide a share,
-if a share becomes 1 (PyTorch specializes on 1), or under sequence parallelism. Stages with and without recomputation
-share a trace.
+if a share becomes 1 (PyTorch specializes on 1), or under sequence parallelism.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ SMALL_BYTES = 1 << 16  # size at which a copy's fixed cost equals its transfer t
 
 
 def moves(size: int) -> bool:
-    """Return whether a saved tensor of `size` bytes is offloaded."""
     return size > SMALL_BYTES
 
 

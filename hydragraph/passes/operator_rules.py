@@ -43,7 +43,6 @@ Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
 def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Return the cut shared by all cut operands of an elementwise operator."""
     out: Cut | None = None
     ndim = len(shape(node))
     for operand in node.all_input_nodes:
@@ -266,7 +265,6 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def split_sizes(node: fx.Node) -> list[int]:
-    """Return the sizes of a split's parts."""
     x, sizes = operands(node)[:2]
     if not isinstance(sizes, int):
         return list(sizes)
@@ -277,7 +275,6 @@ def split_sizes(node: fx.Node) -> list[int]:
 
 
 def split_dim(node: fx.Node) -> int:
-    """Return the non-negative dimension of a split."""
     dim: Any = operands(node)[2] if len(operands(node)) > 2 else node.kwargs.get("dim", 0)
     return int(dim) % len(shape(operands(node)[0]))
 
@@ -434,5 +431,4 @@ RULES: dict[Any, Rule] = {
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operator is elementwise."""
     return has_tag(node.target, torch.Tag.pointwise) or RULES.get(node.target) is pointwise

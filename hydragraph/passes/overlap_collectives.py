@@ -24,7 +24,6 @@ RESULT = "result"
 
 
 def overlap_collectives(variant: Variant) -> Variant:
-    """Return a variant that waits for each collective's result just before the first reader."""
     return replace(variant, forward=_overlapped(variant.forward), backward=_overlapped(variant.backward))
 
 

@@ -98,7 +98,6 @@ def rank_program(
 def after_each_pass(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
-    """Yield the name of every pass, and one rank's program after it."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
@@ -113,7 +112,6 @@ def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], 
 
 
 def placed_program(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
-    """Run the passes on one rank of a placement; `strategy` is the text for the program's header."""
     *_, (_, program) = _passes(placement, strategy, mode, rank, ranks)
     return program
 

@@ -39,7 +39,6 @@ class PlacedStage:
     Attributes:
         roles: one role for each of its pipelines with micro-batches, or for each interleaved stage.
         layers, blocks: half-open ranges of layers and of block positions, one for each interleaved stage.
-        stream: as in `spec.pipeline.Stage`.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -52,34 +51,27 @@ class PlacedStage:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether the stage pulls weights for every use of a block."""
         return self.stream is True
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of the stage's micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Positions of the stage's blocks, in ascending order."""
         return tuple(k for span in self.blocks for k in range(*span))
 
     @property
     def interleaved(self) -> bool:
-        """Whether the same ranks run several stages of a pipeline."""
         return len(self.blocks) > 1
 
     def role_of(self, micro_batch: int, visit: int = 0) -> PlacedRole:
-        """Return the stage's role in the pipeline that runs a micro-batch."""
         return next(role for role in self.roles if micro_batch in role.micro_batches and role.visit == visit)
 
     def visit_of(self, position: int) -> int:
-        """Return the index of the interleaved stage that has the block at a position."""
         return next(visit for visit, span in enumerate(self.blocks) if position in range(*span))
 
     def part_of(self, rank: int) -> StagePart:
-        """Return the part of the stage that a rank runs."""
         return StagePart(self.kind, self.ranks.index(rank))
 
 
@@ -112,7 +104,6 @@ class Placement:
     Attributes:
         stages: stages with micro-batches, by pipeline and stage; shared and interleaved stages occur once.
         holders: for each used bucket, in pull order, the ranks of each stage that uses the bucket.
-        joined: as in `Strategy.joined`.
     """
 
     outline: Outline
@@ -123,7 +114,6 @@ class Placement:
 
     @cached_property
     def stage_of(self) -> Mapping[int, PlacedStage]:
-        """Stage, or interleaved stages, of each rank."""
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
@@ -132,7 +122,6 @@ class Placement:
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
     def beats(self, stage: PlacedStage) -> Mapping[PlacedRole, Beat]:
-        """Return a stage's timing in each of its roles."""
         group = self._groups[stage.roles[0].pipeline]
         every = beats_of(group.shape)
         return {role: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}
@@ -157,13 +146,11 @@ class Placement:
         return {}
 
     def held(self, rank: int) -> frozenset[str]:
-        """Return the buckets whose weights a rank needs."""
         stage = self.stage_of.get(rank)
         return frozenset() if stage is None else stage_buckets(self.outline, stage)
 
 
 def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
-    """Return the buckets that a stage's blocks use."""
     return frozenset(bucket for k in stage.positions for bucket in outline.weights[outline.blocks[k]])
 
 

@@ -92,7 +92,6 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _recalls(number: float, size: int) -> bool:
-    """Return whether a number is a multiple of size or size - 1, or the inverse, root or inverse root of a multiple."""
     if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
         return False
     # A mean divides by n, a variance by n - 1, attention by a root.

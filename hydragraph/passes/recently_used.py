@@ -22,7 +22,6 @@ class LRU(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the cached value of a key, or make and cache the value."""
         if key not in self._values:
             self._values[key] = make()
             if len(self._values) > self._capacity:
@@ -32,7 +31,6 @@ class LRU(Generic[K, V]):
         return self._values[key]
 
     def items(self) -> Iterable[tuple[K, V]]:
-        """Return the cached values by key."""
         return self._values.items()
 
     def __len__(self) -> int:

@@ -1,8 +1,7 @@
 """Search for the values that sequence parallelism shards by tokens.
 
 Between tensor-parallel regions every rank has only its own tokens. A region ends with a reduce-scatter and starts with
-an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2). In a
-Llama layer, norms and residuals are sharded by tokens; queries, keys and values need all tokens.
+an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
 
 def token_symbol(graph: fx.Graph) -> str | None:
-    """Return the symbol of a template's token count."""
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in ("hidden", "input_ids"):
             return symbol_name(shape(node)[1])
@@ -45,7 +43,6 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
 
 
 def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
-    """Return the values that are sharded by tokens, with their token dimensions."""
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
     for node in graph.nodes:

@@ -100,7 +100,6 @@ def shard(
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
-    """Return the gradient kind of each parameter on one rank, by local name."""
     if part.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)

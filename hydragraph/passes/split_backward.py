@@ -18,7 +18,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """Half of a backward; its fields are as in `Variant`. The input half also returns values for the weight half."""
+    """Half of a backward; its fields are as in `Variant`."""
 
     backward: fx.GraphModule
     needs: tuple[str, ...]

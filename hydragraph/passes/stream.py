@@ -1,7 +1,6 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has computed them.
 
-A streaming stage pulls a bucket one block before every block that uses the bucket; consecutive blocks share a pull. The
-gradients of each backward are pushed at once and summed at home.
+A streaming stage pulls a bucket one block before every block that uses the bucket; consecutive blocks share a pull.
 
 Every rank enters every exchange, so all ranks need one common order of exchanges. A model of the iteration, in which
 all pipelines take equally long, assigns a time to every computation. A pull has the time of the computation before the
@@ -70,7 +69,6 @@ class Streaming:
 
 
 def turns(placement: Placement, mode: Mode) -> tuple[Turn, ...]:
-    """Return all pulls and pushes of an iteration."""
     if placement.streams:
         return streaming(placement, mode).turns
     pulls = [Turn(Op.PULL, bucket, bucket, stages, _START) for bucket, stages in placement.holders]
@@ -152,8 +150,6 @@ def _renamed(instruction: Instruction, found: Streaming, ranks: Ranks, key: Comp
         instruction, reads=tuple(map(renamed, instruction.reads)), writes=tuple(map(renamed, instruction.writes))
     )
 
-
-# --- the exchanges and their order ------------------------------------------------------------------------------------
 
 _START = Fraction(-1)  # before every computation
 
@@ -247,9 +243,6 @@ def _pushes(
         last = max(times[stage.ranks][computation] for stage, served in uses for computation in served)
         for stage, served in uses:
             yield _Moment(last, True, -places[bucket], bucket, False), stage, served
-
-
-# --- the model of the iteration ---------------------------------------------------------------------------------------
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:

@@ -5,7 +5,6 @@
 
 The runtime starts the all-reduce of each piece of rows before it computes the next piece
 (`cluster.collectives.start_all_reduce_product`). Sums of products, such as u = x W + y V, are treated in the same way.
-Other all-reduces, such as those of experts, do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ SUMMED = "all_reduce_product"
 
 
 def sums_in_pieces(variant: Variant) -> Variant:
-    """Return a variant that computes and all-reduces products in pieces."""
     return replace(variant, forward=_in_pieces(variant.forward), backward=_in_pieces(variant.backward))
 
 

@@ -58,7 +58,6 @@ class Origin:
 
     Attributes:
         bounds: first element of every segment except the first segment.
-        heads: whether units are heads.
         head: elements of a head, or 0.
     """
 
@@ -85,19 +84,16 @@ class Cuts:
     unknown: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def of(self, node: Any) -> Cut | None:
-        """Return the cut of an operand; None if it is replicated or not a node."""
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
         """Require units of at least `unit` elements of the value's lead in all origins."""
-        # The largest required unit wins.
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
             origin.unit = max(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> None:
-        """Record a boundary between fused segments."""
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)

@@ -40,7 +40,6 @@ class VariantSpec:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Names of the graph passes that apply, in order."""
         eager = self.backend == "eager"
         applies = {
             "shard": True,
@@ -57,7 +56,6 @@ class VariantSpec:
 
     @property
     def shards(self) -> tuple[object, ...]:
-        """Shard rule of each parameter, and shape of the rank's shard."""
         return tuple((p.rule, p.local_shape(self.part.tp, self.part.index)) for p in self.parameters.values())
 
     @property

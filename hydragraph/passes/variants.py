@@ -65,11 +65,7 @@ class Variants:
     Args:
         partitioner, backend, fused_head, added: as in `VariantSpec`.
         device: device to which `get` binds eager graphs, which are cached for the CPU.
-        capacity: maximum number of cached variants.
         cache: searched after the library; newly traced variants are added to the cache.
-
-    Attributes:
-        strategies: strategies whose variants are compiled.
     """
 
     def __init__(
@@ -155,7 +151,6 @@ class Variants:
         return self._scoring[entropy]
 
     def for_purpose(self, purpose: Purpose) -> Variants:
-        """Return the variants for a purpose."""
         return self if mode_of(purpose) == purpose else self.scoring(purpose == "score_entropy")
 
     def of(self, program: Program) -> Variants:
@@ -192,7 +187,6 @@ class Variants:
         return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
 
     def spec(self, block: Block, part: StagePart) -> VariantSpec:
-        """Return the spec of a block's variant for one rank of a stage."""
         template = self.program.templates[block.template]
         parameters = local_parameters(self.program, block, template)
         target = {"backend": self._backend, "device": self._device, "where": block.name}
@@ -239,7 +233,6 @@ class Variants:
         return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
 
     def kinds(self, block: Block, part: StagePart) -> Mapping[str, GradientKind]:
-        """Return the gradient kinds of a block's parameters, by local name."""
         key = (block.template, part.kind._replace(recompute=False))
         if key not in self._kinds:
             template = self.program.templates[block.template]
@@ -262,7 +255,6 @@ def _form(part: StagePart) -> str:
 
 
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:
-    """Return a template's parameter names -> the parameters of one block."""
     return {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
 

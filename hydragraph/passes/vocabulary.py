@@ -20,7 +20,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows: int) -> fx.Node:
-    """Write this rank's part of an embedding, which is 0 for tokens of other ranks.
+    """Write this rank's part of an embedding.
 
     Args:
         args: local weight [rows, H], ids [...], and optionally the padding id, whose row gets no gradient.
