@@ -104,7 +104,6 @@ class Deterministic:
                     )
 
     def alike(self, profile: Profile) -> Profile:
-        """Return the measurements of stages with this degree and sequence parallelism."""
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
@@ -135,7 +134,6 @@ def _cut(degree: int, sequence_parallel: bool) -> str:
 
 @cache
 def processor() -> str:
-    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,7 @@
 """Reports of every rank's device, and the grouping of devices into types.
 
 From the fastest to the slowest, a rank joins a type if its speed is at least `ALIKE` times the median speed of the
-type's ranks. For example, four A100s with 100, 98, 51 and 97 products per second have the types "a100", "a100",
-"a100-51" and "a100".
+type's ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from hydragraph.version import __version__
 ALIKE = 0.8
 # Maximum probes of a device; the fastest counts. Probes are repeated only if devices of one name differ in speed.
 PROBES = 6
-# Bytes copied to measure memory bandwidth.
 COPIED = 1 << 25
 # Packages that must have the same version on all hosts.
 PACKAGES = ("torch", "transformers")
@@ -98,7 +96,6 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
 
 
 def check_versions(reports: Sequence[DeviceReport]) -> None:
-    """Raise unless all ranks have the same versions."""
     first = reports[0]
     for rank, other in enumerate(reports):
         for (name, here), (_, there) in zip(first.versions, other.versions, strict=True):
@@ -110,7 +107,6 @@ def check_versions(reports: Sequence[DeviceReport]) -> None:
 
 
 def types_of(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
-    """Return the name of each rank's type of device."""
     types: dict[str, list[DeviceReport]] = {}
     names = [""] * len(reports)
     for rank in sorted(range(len(reports)), key=lambda rank: (-reports[rank].products_per_s, rank)):

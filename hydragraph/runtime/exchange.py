@@ -5,8 +5,6 @@ second owners. Gradients are summed in the order of source ranks, so a repeated 
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
-
-A gather or scatter that would not move any element is skipped, as is its result buffer.
 """
 
 from __future__ import annotations
@@ -56,13 +54,11 @@ class Exchange:
 
     @cached_property
     def gather(self) -> SliceTable:
-        """Slices that pack the sent pieces."""
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
     @cached_property
     def scatter(self) -> SliceTable:
-        """Slices that copy or add the received pieces to their places."""
         at, length = _columns(self.receives)
         return SliceTable.make(length.cumsum(0) - length, at, length, sums=True, device=self.device)
 
@@ -97,7 +93,6 @@ class Exchange:
 def pull_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Return one rank's exchange for a link of values."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
     sizes = source.local_size(rank), target.local_size(rank)
     lowered = _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
@@ -107,7 +102,6 @@ def pull_exchange(
 def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Return one rank's exchange for a link of gradients to first owners."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
     slices = reduce(source, target, rank)
     first = target.first.of(rank)
@@ -272,7 +266,6 @@ class _Transfer:
         return self._finish(message, scatter, outgoing)
 
     def added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
-        """Start moving gradients to the owners, which add the sums to `home`."""
         stays = self.exchange.is_identity
         sums = gradients if stays else self.buffers.take(len(home))
         push = Finish(lambda: gradients) if stays else self.summed(gradients, sums, dtype)
@@ -285,7 +278,6 @@ class _Transfer:
         return Finish(add, push.message)
 
     def summed(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
-        """Start moving gradients to the owners, which overwrite `home` with the sums."""
         exchange, groups, buffers = self.exchange, self.groups, self.buffers
         if exchange.is_identity:
 
@@ -332,7 +324,6 @@ class _Transfer:
         return self._finish(message, add, outgoing)
 
     def handed(self, home: Tensor) -> Finish:
-        """Start sending sums to second owners."""
         exchange = self.exchange
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)

@@ -110,7 +110,6 @@ class Executor:
         deterministic: make sums over micro-batches and ranks exact (`kernels.exact_sums`).
 
     Attributes:
-        before: called with every instruction before the instruction runs.
         probe: called before the commit, for `RankTimes.probe`.
     """
 
@@ -249,7 +248,6 @@ class Executor:
                 it.values[value] = pending()
 
     def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
-        """Wait for an earlier pull or push, and free its memory."""
         arriving = it.arriving.get(value)
         if isinstance(arriving, Pending):
             with it.timing.waiting(stream, value):
@@ -567,7 +565,6 @@ class Executor:
                 self._buffers.give(freed)
 
     def _commit(self, it: _Iteration, says: Callable[[], tuple[int, ...]]) -> IterationOutcome:
-        """Wait for pending work, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
             it.timing.probed(self.probe())
         said = says()

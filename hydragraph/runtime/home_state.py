@@ -42,7 +42,6 @@ class OwnedPart:
         return sum(hi - lo for lo, hi in self.intervals)
 
     def of(self, shards: Mapping[str, Tensor]) -> Tensor:
-        """Return this part, as a 1-D tensor, from shards by bucket."""
         return shards[self.bucket][self.at : self.at + self.size]
 
     def cut(self, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
@@ -108,7 +107,6 @@ class HomeState:
         return state
 
     def attach_gradients(self) -> None:
-        """Point `.grad` of every trained parameter at its part of the gradients."""
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
@@ -121,7 +119,6 @@ class HomeState:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts from full tensors, by canonical parameter name."""
         for name, tensor in tensors.items():
             piece = self.pieces[name]
             canonical = piece.parameter.canonical(tensor.detach())
@@ -146,7 +143,6 @@ def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, i
 
 @contextmanager
 def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Set parameters to zero in this context."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():
@@ -265,7 +261,6 @@ def _whole(state: HomeState) -> list[tuple[str, nn.Parameter]]:
 
 
 def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception) -> None:
-    """Raise Unsupported if a factory that rejects shards accepts whole tensors."""
     try:
         factory(_whole(state))
     except Exception:

@@ -57,13 +57,11 @@ class Copied:
     tensors: Sequence[Any]
 
     def __call__(self) -> Sequence[Any]:
-        """Make the current stream wait for the copy."""
         self.streams.wait(self.mark)
         return self.tensors
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of the first element of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 

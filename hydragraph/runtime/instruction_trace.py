@@ -44,13 +44,11 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the iteration, excluding waits."""
         exposed = self.exposed
         return self.seconds - exposed.pull - exposed.push - exposed.p2p - exposed.offload
 
 
 def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
-    """Return the mean waits over ranks."""
     kinds = (astuple(times.exposed) for times in ranks)
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
@@ -82,7 +80,6 @@ class Timing:
 
     @property
     def exposed(self) -> Exposed:
-        """Seconds of waits for communication."""
         waited = dict.fromkeys(Stream, 0.0)
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
@@ -90,21 +87,18 @@ class Timing:
 
     @property
     def times(self) -> RankTimes:
-        """This rank's times so far."""
         return RankTimes(
             time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self._probe
         )
 
     @property
     def own(self) -> tuple[float, ...]:
-        """Computing seconds of each template."""
         sums = [0.0] * self.kinds
         for kind, began, ended, waited in self._works:
             sums[kind] += max(0.0, self._clock.seconds(ended) - self._clock.seconds(began) - waited)
         return tuple(sums)
 
     def started(self, value: str) -> None:
-        """Record that a message is in flight."""
         if self.spans is not None:
             self._started[value] = self._clock.now()
 
@@ -140,7 +134,6 @@ class Timing:
         self._queued += now[1] - queued
 
     def probed(self, found: ProbeResult) -> None:
-        """Record the result of a probe."""
         self._probe = found.per_s
         if not self._works:
             self._ran = found.ran
@@ -157,7 +150,6 @@ class Timing:
         self._add(Stream.COMPUTE, name, began, self._clock.now())
 
     def end(self) -> None:
-        """Add the recorded times to `spans`."""
         if self.spans is None:
             return
         for stream, name, began, ended in self._parts:

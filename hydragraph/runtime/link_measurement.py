@@ -45,7 +45,6 @@ class MeasuredLinks:
 
     @property
     def outer(self) -> tuple[Interconnect | None, ...]:
-        """Slower direction of each node's link to other nodes."""
         return tuple(map(_slower, self.outbound, self.inbound))
 
 

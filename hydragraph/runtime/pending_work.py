@@ -73,7 +73,6 @@ class Pending:
             self._finish = self._finish.then()
 
     def end(self) -> None:
-        """Wait for the value on its own stream."""
         self._ended()
 
     def __call__(self) -> Tensor:

@@ -43,7 +43,6 @@ class BoundBlock:
         starts: integer inputs, namely the first row of this rank's vocabulary shard, and the block's number.
         enters, leaves: under sequence parallelism, whether the hidden state comes from another stage, and whether the
             result leaves the stage.
-        halves: input half and weight half of the backward, if the schedule splits backwards.
     """
 
     variant: Variant
@@ -82,7 +81,6 @@ class Prepared:
 
     @cached_property
     def offloaded(self) -> frozenset[Value]:
-        """Saved values that are offloaded."""
         return frozenset(i.reads[0] for i in self.program.instructions if i.op is Op.OFFLOAD)
 
 
@@ -111,7 +109,6 @@ class Preparer:
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
-        """Return another rank's program, for reports on its progress."""
         return rank_program(self._program.outline, strategy, counts, rank, mode_of(purpose), ranks=self._ranks)
 
     def _prepare(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
@@ -213,6 +210,5 @@ def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
 
 
 def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], part: StagePart) -> Tensor:
-    """Return one parameter's shard inside a local buffer, in its natural shape."""
     at, length = place
     return parameter.natural(flat[at : at + length], part.tp, part.index)

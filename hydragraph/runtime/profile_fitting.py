@@ -57,7 +57,6 @@ class CurveFit:
 
     @property
     def constants(self) -> Constants:
-        """Constants without the quality of the fit."""
         return Constants(self.a, self.b, self.c, self.near)
 
     @property
@@ -160,7 +159,6 @@ def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -
 
 
 def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...], ...]:
-    """Return each token count as one sequence and as `parts` equal sequences."""
     whole = [(n,) for n in counts]
     split = [(n // parts,) * parts for n in counts if n % parts == 0 and n >= 2 * parts]
     return tuple(sorted([*whole, *split], key=lambda lengths: (sum(lengths), -len(lengths))))
@@ -202,7 +200,6 @@ class Measurements:
 
     @property
     def constants(self) -> int:
-        """Number of constants of all blocks together."""
         return 2 + max(1, len({reach for measured in self.times.values() for reach in measured.reaches}))
 
 

@@ -94,7 +94,6 @@ class MeasureSettings:
 
     @property
     def every_kind(self) -> tuple[StageKind, ...]:
-        """Kinds of stage to measure."""
         return tuple(dict.fromkeys([*(StageKind(tp) for tp, _ in self.schemes), *self.kinds]))
 
     @property
@@ -391,7 +390,6 @@ class _Bench:
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
 
     def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice) -> tuple[Lengths, ...]:
-        """Return the micro-batches whose blocks fit into memory on all ranks."""
         most = math.inf
         for block in blocks:
             piece = self._sizes(block)
@@ -524,7 +522,6 @@ class _Bench:
         )
 
     def _block_run(self, block: Block) -> _Run:
-        """Return a function that runs a block's forward and returns its backward, which accumulates gradients."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._part)
@@ -576,8 +573,6 @@ class _Timing:
 
     Attributes:
         links: number of blocks in a chain, by micro-batch.
-        pieces: the block's sizes, by rank.
-        stages: groups of ranks, by type of device.
         turns: seconds by repetition, rank and micro-batch.
     """
 
@@ -591,7 +586,6 @@ class _Timing:
     turns: list[Sequence[Sequence[tuple[float, float]]]] = field(default_factory=list)
 
     def repeat(self) -> None:
-        """Time all micro-batches once."""
         self.turns.append(self.bench.turn(self.block, self.rows, self.links))
 
     @property
@@ -611,7 +605,6 @@ class _Timing:
         )
 
     def of(self, type_: str) -> Measured:
-        """Return the measurement on a type of device."""
         stages = self.stages[type_]
 
         def median_of(row: int, part: Callable[[tuple[float, float]], float]) -> float:

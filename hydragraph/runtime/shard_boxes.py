@@ -1,7 +1,4 @@
-"""This rank's weights, divided into boxes for a checkpoint.
-
-A rank owns intervals of a flattened parameter; each interval becomes a few axis-aligned boxes (`ir.boxes`).
-"""
+"""This rank's weights, divided into boxes for a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class OwnedBoxes:
     boxes: Mapping[torch.Size, Tensor]
 
     def copied(self) -> OwnedBoxes:
-        """Return a copy in CPU memory."""
         copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
         return OwnedBoxes(self.shape, self.dtype, copies)
 

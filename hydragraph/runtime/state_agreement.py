@@ -8,8 +8,7 @@ Remaining ranks are at most one update apart, because every step ends with a com
                                have all gradients at home                    with the norm from the commit
     in its own update          the others have updated                       no recovery is needed
 
-A process whose own update was interrupted counts as a newcomer. In a move, each rank replaces its old state after all
-ranks have received their new state.
+A process whose own update was interrupted counts as a newcomer.
 """
 
 from __future__ import annotations
@@ -61,19 +60,15 @@ class ProgressLog:
         self.progress = replace(self.progress, gathered=False)
 
     def gathered(self) -> None:
-        """Record that all gradients are at home."""
         self.progress = replace(self.progress, gathered=True)
 
     def updating(self) -> None:
-        """Record that an update begins."""
         self.progress = replace(self.progress, torn=True)
 
     def updated(self, norm: float) -> None:
-        """Record that the update has ended."""
         self.progress = StateProgress(self.progress.updates + 1, norm)
 
     def restored(self, updates: int) -> None:
-        """Record that state with this number of updates was loaded."""
         self.progress = StateProgress(updates)
 
 

@@ -74,7 +74,6 @@ class OwnedState:
 
     @property
     def columns(self) -> dict[str, dict[str, torch.dtype]]:
-        """Columns of the parameters that this rank owns a part of."""
         columns = {}
         for name, parameter in self.home.parameters.items():
             if parameter.numel():
@@ -130,11 +129,9 @@ class MovedPart:
     size: int
 
     def source(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        """Return a view of each source column."""
         return self._views(state, self.src_at, columns)
 
     def target(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        """Return a view of each target column."""
         return self._views(state, self.dst_at, columns)
 
     def _views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
@@ -158,7 +155,6 @@ class Route:
 
     @cached_property
     def lost(self) -> dict[str, Intervals]:
-        """Intervals that no rank has, by bucket."""
         gaps = {bucket.name: self.source[bucket.name].missing for bucket in self.buckets}
         return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
 
@@ -285,7 +281,6 @@ class Carrying:
 
 
 def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
-    """Move all columns to their new owners, on all ranks; return the bytes received."""
     return Carrying(route, old, new, groups, chunk=chunk).finish()
 
 

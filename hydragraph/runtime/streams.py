@@ -117,7 +117,6 @@ class CudaClock:
         return event
 
     def seconds(self, reading: torch.cuda.Event) -> float:
-        """Return the time at which the event was reached."""
         return self._began + float(self._first.elapsed_time(reading)) / 1e3
 
 
@@ -158,7 +157,6 @@ class CudaStreams:
         return bool(mark.query())
 
     def hold(self, tensor: Tensor) -> None:
-        """Tell the allocator that the current stream uses the tensor."""
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
@@ -172,7 +170,6 @@ class CudaStreams:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for all queued work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
