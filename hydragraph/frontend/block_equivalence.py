@@ -28,7 +28,6 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 
 
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
-    """Return whether a block's computation is independent of its `LAYER_INDEX` attributes."""
     plain = _noted(call, hints)
     with ExitStack() as indices:
         for attributes in map(vars, call.module.modules()):
@@ -49,7 +48,6 @@ class _Nowhere:
 
 
 def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
-    """Run a block twice more; raise Unsupported if the runs differ."""
     _refuse_difference(_noted(call, hints), _noted(call, hints), call.name)
 
 

@@ -16,7 +16,6 @@ _KEYWORDS: ContextVar[Mapping[str, Any]] = ContextVar("keywords of the block", d
 
 @contextmanager
 def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Make a block's keyword arguments available to its layers."""
     token = _KEYWORDS.set(keywords)
     try:
         yield

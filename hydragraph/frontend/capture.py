@@ -79,7 +79,6 @@ def capture(
             parameter is not a field name, such as `batch`, the module is called with the whole dict. Each block takes
             the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
             interact only in `hydragraph.varlen_attention`.
-        dtype: compute dtype.
         example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels
             [1, T] int64, cu_seqlens [N + 1] int32, and max_length, 0-d int64. Any other entry, [1, T, ...], is a
             custom field for forward or the loss; every sequence must then have this field as a tensor [L, ...].
@@ -161,7 +160,6 @@ def _captured(
 
 
 def check_model(model: object, call: str) -> None:
-    """Raise TypeError if the `model` argument is not a module."""
     if isinstance(model, nn.Module):
         return
     name = isinstance(model, str)
@@ -202,7 +200,6 @@ class _Pieces:
         return self.around | {name: self.layers[name] for name in first.values()}
 
     def fed(self, block: str) -> dict[str, fx.Node]:
-        """Return the nodes in `aux` of a block's inputs other than the hidden state, by input name."""
         outputs = results_of(self.aux.graph)
         return {name: outputs[self.feeds[block][i]] for i, name in _others(self.layers[block])}
 
@@ -231,7 +228,6 @@ class _Skeleton:
         return dict(zip(self.signature.user_inputs, self.fields, strict=True))  # type: ignore[arg-type]
 
     def field(self, name: str) -> fx.Node:
-        """Return the placeholder of a batch field."""
         return next(node for node in placeholders_of(self.graph) if self.inputs.get(node.name) == name)
 
 

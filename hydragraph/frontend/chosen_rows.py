@@ -10,7 +10,7 @@ A captured graph cannot have a number of rows that depends on values, so `with_a
     y = y + torch.where(choice == e, expert(x), 0)
 
 The result is the same if each row depends on one token, which `token_axes` proves, and if the unselected rows have
-finite gradients. For example, `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
+finite gradients.
 """
 
 from __future__ import annotations

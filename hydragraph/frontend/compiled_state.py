@@ -211,7 +211,6 @@ class CompiledState:
         self._add_code(readers)
 
     def check(self) -> None:
-        """Raise Unsupported for the first change since compilation."""
         if list(global_hooks()) != self._hooks:
             raise _refused("every module (torch.nn.modules.module)", "global hooks were changed after hg.compile")
         for module in self._modules:
@@ -327,7 +326,6 @@ def _frozen(value: Any, depth: int = 4) -> Any:
 
 
 def _has_state(value: Any) -> bool:
-    """Return whether an object is a config or an instance of the user's classes."""
     apart = nn.Module | Tensor | type | types.FunctionType | types.MethodType | types.ModuleType
     if isinstance(value, apart) or not hasattr(value, "__dict__"):
         return False

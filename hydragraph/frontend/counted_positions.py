@@ -25,7 +25,6 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
     """Replace `arange` nodes that number the tokens of a row by position ids.
 
     Args:
-        tokens: the symbol of the token count.
         given: node of the positions, [1, T] int64; None adds an input.
     """
     counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]
@@ -45,7 +44,6 @@ def _counts(node: fx.Node, tokens: str) -> bool:
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value selects rows of tokens, as in routing."""
     choosing = [user for user in node.users if user.target in _CHOOSING]
     chooses = any(token_dims(operands(user)[0], tokens) for user in choosing)
     return chooses or any(_chooses_rows(user, tokens) for user in node.users if user.target in SAME)

@@ -74,7 +74,6 @@ def _token_dim(x: fx.Node, where: str) -> int:
 
 
 def add_keys(graph: fx.GraphModule) -> None:
-    """Add the dropout inputs to a functional graph that has dropout."""
     calls = [n for n in graph.graph.nodes if n.target in DRAWN]
     if not calls:
         return

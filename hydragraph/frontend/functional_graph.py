@@ -176,7 +176,6 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
 
 
 def changes(name: str, where: str) -> Unsupported:
-    """Return the error for a forward that changes a tensor of its module."""
     remedy = "compute the tensor in every forward: buffers do not carry values from one step to the next"
     return Unsupported(f"forward changes {name!r}, but the change would be lost", where=where, remedy=remedy)
 
@@ -259,7 +258,6 @@ def _turns(node: fx.Node) -> bool:
 
 
 def _write_elementwise_norms(graph: fx.Graph) -> None:
-    """Replace batch norms that use fixed statistics with elementwise operators."""
     norms = graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     for node in [n for n in norms if not n.args[5] and n.args[3]]:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args

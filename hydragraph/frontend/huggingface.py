@@ -130,13 +130,11 @@ def _refuse_shared_values(model: nn.Module) -> None:
 
 
 def is_huggingface(model: nn.Module) -> bool:
-    """Return whether a model is from transformers."""
     classes = type(base_model(model)).__mro__
     return any(c.__module__.startswith("transformers.") for c in classes) and hasattr(model, "config")
 
 
 def is_library_class(model: nn.Module) -> bool:
-    """Return whether a model's class and forward are from transformers or peft."""
     from_library = type(model).__module__.partition(".")[0] in ("transformers", "peft")
     return from_library and not any("forward" in vars(module) for module in model.modules())
 
@@ -172,7 +170,6 @@ def _calls_pytorchs(module: nn.Module) -> bool:
 
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that calls a model on a packed batch."""
     padding = unplaced_id(model)
     first = 0 if padding is None else padding + 1
 
@@ -237,14 +234,12 @@ def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
 
 
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
-    """Raise Unsupported if a model counts positions itself."""
     if "position_ids" not in fields:
         what = "it takes no position_ids, so positions would continue across packed sequences"
         raise Unsupported(what, where=model, remedy="choose a model that computes positions from position_ids")
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise Unsupported for features that would be captured incorrectly."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         what = "the auxiliary router loss is not supported"
         remedy = "set output_router_logits=False to train only on the token loss"

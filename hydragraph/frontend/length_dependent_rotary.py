@@ -16,7 +16,6 @@ _LONG = "longrope"
 
 
 def hold_frequencies(model: nn.Module) -> None:
-    """Make a meta copy use fixed rotary frequencies."""
     for module in model.modules():
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
@@ -41,7 +40,6 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
-    """Raise Unsupported if a long sequence has changed a model's rotary frequencies."""
     for name, module in model.named_modules():
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]

@@ -17,7 +17,6 @@ _PREFIX = "_hydragraph_loss."  # for names of a loss's buffers in a program
 
 
 def refuse_trained(loss: Loss | None) -> None:
-    """Raise Unsupported for a loss module with parameters."""
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         what = f"the loss has the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = "register the parameter in the model, and have its forward return it along with the logits"
@@ -38,7 +37,6 @@ def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
 
 
 def check_loss_of(program: Program, loss: Loss | None) -> None:
-    """Raise ValueError if a loss lacks a buffer that a program needs."""
     needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
     missing = sorted(needed - loss_buffers(loss).keys())
     if missing:
@@ -52,12 +50,10 @@ def name_in_program(attribute: str, name: str) -> str:
 
 
 def meta_loss(loss: Loss) -> Loss:
-    """Return a loss with buffers on the meta device."""
     return _with_buffers(loss, lambda buffer: torch.empty_like(buffer, device="meta"))
 
 
 def wide_loss(loss: Loss, wide: torch.dtype | None) -> Loss:
-    """Return a loss with widened floating-point buffers."""
     return loss if wide is None else _with_buffers(loss, lambda buffer: widened(buffer, wide))
 
 

@@ -5,7 +5,6 @@ loss = cross_entropy(x, y)             a mean too: reduction="mean" is PyTorch's
 loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
 loss = nll.sum() / temperature         a sum
 loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
-loss = nll.sum().sqrt()                the root of a sum
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def refuse_unsummed(template: Template, where: str) -> None:
 
 
 def refuse_mean(template: Template, where: str) -> None:
-    """Raise Unsupported for a mean over tokens, or for a division by a batch-dependent value."""
     nodes = list(template.graph.graph.nodes)
     placeholders = placeholders_of(template.graph)
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])

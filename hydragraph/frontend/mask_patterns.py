@@ -28,7 +28,6 @@ class Marker:
     """Placeholder for a mask; a model may pass it to its layers but not read it.
 
     Attributes:
-        kind: description of the mask.
         both_ways: whether queries also attend to later keys.
         window: queries attend only to keys at a smaller distance than this.
         chunk: queries attend only within chunks of this many tokens.
@@ -41,12 +40,10 @@ class Marker:
     chunk: int | None = None
 
     def supported(self, causal: bool) -> bool:
-        """Return whether packed attention can compute this mask."""
         limited = self.window is not None or self.chunk is not None
         return self.both_ways is not causal and (limited or self.both_ways)
 
     def refuse(self, where: str) -> NoReturn:
-        """Raise Unsupported for a layer that received this mask."""
         raise Unsupported(f"packed attention does not support its mask: {self.kind}", where=where, remedy=self.remedy)
 
     def __getattr__(self, name: str) -> Any:

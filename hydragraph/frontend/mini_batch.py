@@ -58,7 +58,6 @@ class MiniBatch:
         return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
 
     def divisor(self, divide_by: DivideBy) -> float:
-        """Return the divisor of the summed losses, or raise ValueError."""
         if divide_by == "targets":
             return self.tokens
         if divide_by == "sequences":
@@ -127,7 +126,6 @@ def packed(
 
 
 def token_multiple(pipeline: Pipeline) -> int:
-    """Return the number that sequence parallelism requires token counts to be a multiple of."""
     return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 

@@ -15,7 +15,6 @@ from hydragraph.private.tracing import hint_of
 
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for an operator with incompatible dtypes."""
     tensors = dict(zip(placeholders_of(template.graph), (*template.parameters, *template.buffers), strict=False))
     asked: dict[object, str] = {}
     for node in template.graph.graph.nodes:

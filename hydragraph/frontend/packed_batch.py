@@ -26,7 +26,6 @@ class Draws:
     numbers: Sequence[int]
 
     def of(self, chosen: Sequence[int]) -> Draws:
-        """Return the draws of the sequences with the given indices."""
         return Draws(self.key, [self.numbers[i] for i in chosen])
 
 
@@ -34,7 +33,6 @@ MINIMUM = 2  # tokens; graphs are traced for sizes of at least 2
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
-    """Return the number of padding tokens that `pack` adds."""
     tokens = sum(lengths)
     least = tokens + 1 if several and len(lengths) == 1 else tokens
     return -(-max(least, MINIMUM) // multiple) * multiple - tokens
@@ -54,7 +52,6 @@ def pack(
         multiple: a sequence without targets pads the token count to a multiple of this, and to at least 2.
         several: pad a single sequence too, so that the batch has two.
         unplaced: token id that gets position -1 and does not advance positions.
-        draws: dropout draws of the sequences, for a model with dropout.
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; custom

@@ -27,7 +27,6 @@ FIELDS = {
     "max_length": TensorSpec((), torch.int64),
 }
 
-# Names reserved by compiled graphs.
 RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent", DROPOUT_KEYS, DROPOUT_BLOCK)
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -35,9 +34,6 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
     """Return the standard fields and an example's custom fields, [1, T, ...].
-
-    Args:
-        tensor_names: names of the model's parameters and buffers.
 
     Raises:
         Unsupported: a field of the example has a wrong name, dtype or shape.

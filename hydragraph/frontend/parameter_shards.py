@@ -54,7 +54,6 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
 
 
 def annotated_template(template: Template, whole: set[str]) -> Template:
-    """Return a template with `communicate` placeholders in its graph."""
     cuts, parameters = analyse(template, whole)
     hidden = next((n for n in placeholders_of(template.graph) if n.name == "hidden"), None)
     return replace(template, graph=annotate(template.graph, cuts, set(parameters), hidden))

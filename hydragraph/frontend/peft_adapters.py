@@ -28,7 +28,6 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside a peft wrapper, or any other model unchanged."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
@@ -41,7 +40,6 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Return a model's adapters, or None if it has none."""
         peft_model: Any = model
         return cls(copy.deepcopy(peft_model.peft_config), peft_model.active_adapter) if is_peft(model) else None
 
@@ -58,7 +56,6 @@ class Adapters:
 
 
 def refuse_untried(model: nn.Module) -> None:
-    """Raise Unsupported for untested peft methods and LoRA options."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))

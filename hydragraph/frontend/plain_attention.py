@@ -24,7 +24,6 @@ _BOUNDS = 3  # number of entries of cu_seqlens in the traced example
 
 
 def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:
-    """Replace attention over all tokens of a row; `tokens` is the symbol of the token count."""
     calls = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
     for node in calls:
         if argument_of(node, "attn_mask") is None and not argument_of(node, "dropout_p") and _over_row(node, tokens):

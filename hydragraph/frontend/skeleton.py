@@ -64,7 +64,6 @@ class FlatBlock(nn.Module):
         self._call = call
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Call the block's own forward as the model did."""
         call = self._call
         leaves = list(call.leaves)
         for position, tensor in zip(call.tensors, tensors, strict=True):
@@ -110,7 +109,6 @@ def _outline(output: Any) -> str:
 
 
 def form_of(output: Any) -> str:
-    """Describe a block's output without its tensor."""
     leaves, spec = tree_flatten(output)
     return repr(["a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves]) + str(spec)
 
@@ -144,7 +142,6 @@ def _summed(loss: Any, where: str) -> Tensor:
 
 
 def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return a packed batch on the meta device."""
     shapes = {name: [example[s] if isinstance(s, str) else s for s in field.shape] for name, field in fields.items()}
     return {name: torch.zeros(shape, dtype=fields[name].dtype, device="meta") for name, shape in shapes.items()}
 
@@ -242,7 +239,6 @@ class _FusedBlocks:
 
     Attributes:
         given: the hidden state passed to the first block, [1, T, H].
-        passed: output of the previous block.
         others: the inputs of all blocks besides the hidden state.
     """
 
@@ -289,7 +285,6 @@ def _opaque(
         tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state first
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        # Learn the form of the output.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)
@@ -342,7 +337,6 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
 
 
 def node_inputs(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the hidden state and the other inputs of a block's node."""
     hidden, others, _ = node.args
     assert isinstance(hidden, fx.Node)
     return hidden, list(others)  # type: ignore[arg-type]

@@ -38,7 +38,6 @@ def is_installed(kind: type) -> bool:
 
 
 def file_of(thing: Any) -> str | None:
-    """Return the source file of a class or function."""
     return getattr(sys.modules.get(thing.__module__), "__file__", None)
 
 
@@ -67,7 +66,6 @@ class Readers:
             self._add_callable(loss)
 
     def reads(self, name: str) -> bool:
-        """Return whether the code may read an attribute of this name."""
         return self._dynamic or name in self.names
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
@@ -112,7 +110,6 @@ def globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """Return the filled cells of a closure, by variable name."""
     cells = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -124,7 +121,6 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
 
 
 def mentions(kind: type, name: str) -> bool:
-    """Return whether a class or its methods mention a name."""
     methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
     return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in _functions(m))
 

@@ -181,7 +181,6 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
-    """Return whether an operator on sums over tokens yields a sum."""
     others = [n for n in node.all_input_nodes if n not in summed]
     if node.target in _ADDED:
         numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
@@ -193,7 +192,6 @@ def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
 
 
 def sums_rows(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """Return whether an operator sums the rows of its first operand."""
     arguments = operands(node)
     first = arguments[0] if arguments else None
     if not isinstance(first, fx.Node) or first not in rows:

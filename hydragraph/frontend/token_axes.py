@@ -293,6 +293,5 @@ def token_dims(node: fx.Node, tokens: str) -> list[int]:
 
 
 def first_tensor(node: fx.Node) -> Any:
-    """Return a node's value, or the first value if there are several."""
     value = value_of(node)
     return value[0] if isinstance(value, tuple | list) and value else value

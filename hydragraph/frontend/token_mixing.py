@@ -54,7 +54,6 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
 
 
 def refuse_unproven(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for operators that may mix tokens."""
     refuse_mixing(template.graph, tokens, where)
     mixer = mixing(template.graph, tokens, len(template.inputs))
     if mixer is not None:

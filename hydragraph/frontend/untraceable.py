@@ -31,7 +31,6 @@ from hydragraph.private.module_internals import BATCH_NORMS
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise Unsupported for hooks, wrappers, modules and tensors that graphs cannot represent."""
     for kind, hook in global_hooks():
         raise _hook(kind, hook, "every module (torch.nn.modules.module)")
     for name, module in model.named_modules():
@@ -101,7 +100,6 @@ def _hook(kind: str, hook: Any, where: str) -> Unsupported:
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:
-    """Raise Unsupported for a result of a custom torch.autograd.Function."""
     name = own_backward_of(result)
     if name is not None:
         what, remedy = own_backward_refused(name)

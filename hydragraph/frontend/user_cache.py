@@ -26,7 +26,6 @@ def folder(kind: str) -> Path:
 
 
 def packed_path(kind: str, key: str) -> Path:
-    """Return the path of the compressed file for a key."""
     return folder(kind) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
 
 
@@ -51,7 +50,6 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
-    """Build an object from a file that `write_packed` wrote, or return None."""
     packed = read(path)
     if packed is None:
         return None

@@ -22,7 +22,6 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that calls the model with one sequence."""
     if not huggingface.is_huggingface(model):
         return custom_modules.caller(model, list(fields))
     return lambda model, batch: model(input_ids=batch["input_ids"], use_cache=False)
@@ -81,14 +80,12 @@ class Common:
     def of(
         cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
     ) -> Common:
-        """Compute the inputs from a packed batch."""
         fields = _widened(batch, wide)
         template = program.templates[program.aux.template]
         arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
         return cls(fields, runner(template.graph, wide)(*arguments))
 
     def inputs(self, program: Program, block: Block) -> dict[str, Any]:
-        """Return one block's inputs, by their names in its template."""
         others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
         fed = {n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}
         return {**self.fields, DROPOUT_BLOCK: torch.tensor(program.number_of(block)), **fed}

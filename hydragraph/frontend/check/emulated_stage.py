@@ -85,7 +85,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
             result = function(EmulatedCollectives(barrier, index))
             barrier.exchange(index, _END)
         except Exception:
-            barrier.abort()  # releases the ranks that wait for this rank
+            barrier.abort()
             raise
         return result
 

@@ -47,7 +47,6 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Error relative to the norm."""
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
 
 
@@ -101,7 +100,6 @@ class GradientComparison:
 def compare(
     computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
 ) -> Difference | None:
-    """Return the worst difference between tensors of the same name."""
     norms = {name: _norm(value) for name, value in expected.items()}
     comparison = GradientComparison({name: value.clone() for name, value in computed.items()}, norms)
     for name, value in expected.items():

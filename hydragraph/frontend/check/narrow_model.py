@@ -48,7 +48,6 @@ class Widths:
     tokens: frozenset[tuple[int, int]]
 
     def equal(self, text: str, narrow: str) -> bool:
-        """Return whether the widths explain the differences between two texts."""
         rest, narrow_rest = map(_NUMBER.split, (text, narrow))
         return rest == narrow_rest and all(map(self._explain, *map(_NUMBER.findall, (text, narrow))))
 
@@ -163,13 +162,11 @@ def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
 
 
 def has_large_blocks(program: Program) -> bool:
-    """Return whether comparing some block takes seconds."""
     sizes = (sum(program.parameters[name].size for name in block.parameters) for block in program.blocks)
     return max(sizes) > LARGE
 
 
 def program_text(program: Program) -> str:
-    """Return a program as text for `Widths.equal`."""
     kinds = [program.aux.template, *program.kinds]
     blocks = [(b.name, kinds.index(b.template), b.parameters, b.buffers, b.aux) for b in (program.aux, *program.blocks)]
     parameters = [(p.name, p.shape, p.aliases, p.trainable) for p in program.parameters.values()]
@@ -179,7 +176,6 @@ def program_text(program: Program) -> str:
 
 
 def variant_text(variant: Variant) -> str:
-    """Return one rank's graphs as text for `Widths.equal`."""
     rest = (variant.inputs, variant.needs, variant.gradients, variant.kinds, variant.vocabulary, variant.added)
     return f"{rest} {_graph_text(variant.forward)} {_graph_text(variant.backward)}"
 

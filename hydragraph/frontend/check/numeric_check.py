@@ -73,7 +73,6 @@ class Attempt:
 
     @property
     def bound(self) -> Bound:
-        """Maximum difference between the model and the captured graph."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
     @property
@@ -82,7 +81,6 @@ class Attempt:
 
     @property
     def kind(self) -> str:
-        """Name of the dtype."""
         return str(self.dtype).removeprefix("torch.")
 
     def is_training(self, dtype: torch.dtype) -> bool:
@@ -135,10 +133,6 @@ class _Unrunnable(Exception):  # noqa: N818
 
 def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
     """Compare captured graphs on packed batches with the model on single sequences, block by block.
-
-    Args:
-        mode: "auto" compares each distinct block once, and a large library model at smaller widths. "full" compares
-            every block.
 
     Raises:
         Unsupported: the graphs differ from the model in all attempts, or fail to run.
@@ -351,7 +345,6 @@ def _side(name: str) -> Iterator[None]:
 
 
 def report(checked: Checked) -> None:
-    """Log a check's result; raise Unsupported if no comparison was possible."""
     if checked.problem:
         remedy = "make the loss and gradients of every single sequence finite on the CPU, or pass check='off'"
         raise Unsupported(f"not checked: {checked.problem}", where=checked.model, remedy=remedy)

@@ -18,7 +18,7 @@ from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.version import __version__
 
 CHECKS = "checks"
-MOST = 4096  # maximum number of files; the least recently used files are deleted
+MOST = 4096  # maximum number of files
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
@@ -34,7 +34,6 @@ def fingerprint(subject: CheckedModel, mode: str) -> str | None:
 
 
 def key_of(content: str) -> str:
-    """Return the key of a comparison: its description, and the versions of the code."""
     return repr((content, torch.__version__, __version__, _own_source()))
 
 
@@ -47,10 +46,8 @@ def _own_source() -> str:
 
 
 def recall(key: str) -> str | None:
-    """Return the stored result line of a passed check, or None."""
     return user_cache.read_packed(user_cache.packed_path(CHECKS, key), lambda content: str(json.loads(content)))
 
 
 def remember(key: str, line: str) -> None:
-    """Store the result line of a passed check."""
     user_cache.write_packed(user_cache.packed_path(CHECKS, key), lambda: line, MOST)

@@ -71,7 +71,6 @@ def _classes(program: Program) -> int | None:
 def draw_sequences(
     lengths: Lengths, ids: Ids, program: Program, example: Mapping[str, Tensor] | None, seed: int
 ) -> list[Sequence]:
-    """Draw a sequence of each length."""
     generator = torch.Generator().manual_seed(seed)
     fields = own_fields(program)
     sequences = []
@@ -113,7 +112,6 @@ def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dic
 
 
 def alone(sequence: Sequence) -> dict[str, Tensor]:
-    """Return a packed batch of one sequence."""
     length = len(sequence)
     return {
         "input_ids": sequence.ids[None],

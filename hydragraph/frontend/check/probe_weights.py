@@ -23,11 +23,7 @@ _SHARED = 1 << 22  # minimum elements of new matrices in shared memory
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """Random weights in the dtype `wide`; large new matrices share memory and must not be modified.
-
-    Attributes:
-        copied: whether to add noise to the parameters' values instead of drawing new values.
-    """
+    """Random weights in the dtype `wide`; large new matrices share memory and must not be modified."""
 
     seed: int
     wide: torch.dtype

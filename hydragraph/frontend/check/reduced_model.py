@@ -29,9 +29,7 @@ class Forms:
         """Record the form of a block's output, as a forward hook; its first tensor is the hidden state."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        others = [
-            None if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]  # such as the weights of eager attention
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._rebuild = lambda hidden: tree_unflatten([*others[:first], hidden, *others[first + 1 :]], spec)
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:

@@ -56,9 +56,6 @@ class StageCheck:
         added: whether products accumulate gradients in place.
         library: untrusted source of the ranks' graphs.
         model: the program's model; large blocks are compared in a narrow copy of this model.
-
-    Attributes:
-        passed: descriptions of passed comparisons, by key.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class StageCheck:
         self._model = model
 
     def of(self, program: Program) -> StageCheck:
-        """Return a check of another program of the same model."""
         other = copy.copy(self)
         other._program = program
         other._whole, other._cut = self._whole.of(program), self._cut.of(program)

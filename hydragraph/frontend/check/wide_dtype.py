@@ -27,7 +27,6 @@ def _all_replaced(args: Any, kwargs: Any, wide: torch.dtype) -> tuple[tuple[Any,
 
 
 def widened(value: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a CPU copy of a tensor, in the wide dtype if it is floating-point."""
     return value.detach().to("cpu", wide if value.is_floating_point() else value.dtype, copy=True)
 
 

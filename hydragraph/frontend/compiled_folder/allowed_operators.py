@@ -95,7 +95,6 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
-        given: positional arguments, as data.
         by_name: keyword arguments as data, or only their names.
     """
     if name in PYTHON:

@@ -55,17 +55,14 @@ class CompiledFolder:
             raise Refused(self.folder, str(error)) from None
 
     def source(self, spec: VariantSpec) -> str:
-        """Return the SHA-256 of a spec's file, or "" if there is none."""
         entry = self.manifest.variants.get(spec.key)
         return "" if entry is None else self.manifest.files[entry.file].sha256
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the folder's content."""
         return hashlib.sha256(self.manifest.text().encode()).hexdigest()
 
     def checked(self, mode: str) -> bool:
-        """Return whether the folder was checked in this mode when it was written."""
         covered = self.manifest.check.covers(mode)
         if covered and mode != "off":
             _LOG.info("%s (when %s was compiled)", self.manifest.check.model, self.folder)
@@ -86,8 +83,6 @@ def load(
 
     Args:
         model: record of the required model, or None for any model.
-        dtype: required compute dtype, or None for any dtype.
-        ranks: required number of ranks, or None for any number.
         trust: whether to pass the folder's code to Inductor; the code can do anything that this process may.
 
     Raises:

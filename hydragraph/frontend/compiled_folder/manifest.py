@@ -84,12 +84,10 @@ class FolderManifest:
     """Contents of `manifest.json`, except the format number and the file's own SHA-256.
 
     Attributes:
-        versions: versions of packages that graphs depend on (`versions`).
         code: SHA-256 of hydragraph's files that generate graphs (`own_code`).
         ranks: number of ranks of the strategies, or None.
         model: record of the model, or None in a folder shared between processes.
         variants: files of variants, by `VariantSpec.key`.
-        files: sizes and digests of files, by path in the folder.
     """
 
     versions: Mapping[str, str]
@@ -136,7 +134,6 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def files_of(folder: Path) -> dict[str, ExpectedFile]:
-    """Return the size and SHA-256 of every file except the manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     return {path.relative_to(folder).as_posix(): _expected(path.read_bytes()) for path in paths}
 
@@ -209,7 +206,6 @@ def version_of(name: str) -> str:
 
 @functools.cache
 def own_code() -> str:
-    """Return a SHA-256 of hydragraph's files that generate graphs."""
     root = Path(str(hydragraph.__file__)).parent
     digest = hashlib.sha256()
     for path in sorted(path for name in _MAKERS for path in (root / name).rglob("*.py")):

@@ -63,7 +63,6 @@ def model_record(
 
 
 def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
-    """Describe how a model differs from a folder's record."""
     mismatches = []
     for part in PARTS:
         old = written.get(part, {})

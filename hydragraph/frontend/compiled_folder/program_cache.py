@@ -23,7 +23,7 @@ from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
 PROGRAMS = "programs"
-MOST = 256  # maximum number of files; the least recently used files are deleted
+MOST = 256  # maximum number of files
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _LOG = logging.getLogger(__name__)
 def path_of(
     model: nn.Module, dtype: torch.dtype, example: Mapping[str, Tensor] | None, loss: Loss | None, blocks: str | None
 ) -> Path | None:
-    """Return the path of a model's cached program, or None if the program cannot be cached."""
     if not _of_libraries(model, loss):
         return None
     try:
@@ -55,10 +54,8 @@ def _of_libraries(model: nn.Module, loss: Loss | None) -> bool:
 
 
 def read_program(path: Path) -> Program | None:
-    """Read a cached program, or return None."""
     return user_cache.read_packed(path, lambda content: program_of(read_json(content, path.name)))
 
 
 def keep_program(path: Path, program: Program) -> None:
-    """Write a program if its graphs can be represented as data."""
     user_cache.write_packed(path, lambda: program_data(program), MOST)

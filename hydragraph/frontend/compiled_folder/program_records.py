@@ -122,7 +122,6 @@ def _template_of(value: object) -> Template:
 
 
 def variant_data(variant: Variant) -> Data:
-    """Convert a variant to data; raise ValueError if a graph cannot be represented."""
     names = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary")
     return {
         **{name: getattr(variant, name) for name in names},
@@ -132,7 +131,6 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Build a variant of a spec from data; raise Malformed with the name of an invalid field."""
     kinds = get_type_hints(Variant)
     plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
     data = record_schema.fields(value, (*plain, "graphs"), where)

@@ -54,7 +54,6 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return `value` if it is a mapping with exactly these names."""
     if not isinstance(value, dict) or value.keys() != set(names):
         contents = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
         _refuse(where, f"expected the fields {', '.join(names)}, but found {contents or 'nothing'}")
@@ -62,7 +61,6 @@ def fields(value: object, names: Collection[str], where: str) -> Mapping[str, An
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return `value` if it is a mapping."""
     if not isinstance(value, dict):
         example = '{"NAME": ...}, as hydragraph compile writes it'
         _refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
@@ -76,34 +74,28 @@ def _instance(value: object, kind: type[Value], expected: str, where: str) -> Va
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """Return `value` if it is a list."""
     return _instance(value, list, "a list", where)
 
 
 def text(value: object, where: str) -> str:
-    """Return `value` if it is a string."""
     return _instance(value, str, "a text", where)
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
-    """Return `value` if it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
         _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
     return value
 
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
-    """Return `value` as a tuple if it is a list of integers of at least `least`."""
     return tuple(whole(number, where, least) for number in listed(value, where))
 
 
 def flag(value: object, where: str) -> bool:
-    """Return `value` if it is a bool."""
     return _instance(value, bool, "true or false", where)
 
 
 def dtype(value: object, where: str) -> torch.dtype:
-    """Return the dtype named `value`."""
     if not isinstance(value, str) or value not in _DTYPES:
         _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
@@ -121,7 +113,6 @@ def record(kind: type[Record], value: object, where: str) -> Record:
 
 
 def built(kind: Any, value: object, where: str) -> Any:
-    """Build a value of an annotated type."""
     inner = get_args(kind)
     if get_origin(kind) is UnionType:
         return None if value is None else built(inner[0], value, where)

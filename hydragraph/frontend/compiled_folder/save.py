@@ -38,7 +38,6 @@ class NamedVariant:
 
     Attributes:
         keys: keys of all specs that the variant implements (`VariantSpec.key`).
-        blocks, kind: as in `VariantEntry`.
     """
 
     name: str
@@ -49,7 +48,6 @@ class NamedVariant:
 
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
-    """Return the distinct variants of all ranks under some strategies."""
     program = variants.program
     first: dict[Hashable, Block] = {}
     serving: dict[str, list[str]] = {}

@@ -12,19 +12,17 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variant_spec import VariantSpec
 
 GRAPHS = "graphs"
-MOST = 4096  # maximum number of files; the least recently used files are deleted
+MOST = 4096  # maximum number of files
 
 
 class VariantCache:
     """Variants in the user's cache folder, by spec, package versions and hydragraph's source code."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant before compilation, or None if it cannot be read."""
         path = _path(spec)
         return user_cache.read_packed(path, lambda content: variant_of(read_json(content, path.name), spec, path.name))
 
     def keep(self, spec: VariantSpec, variant: Variant) -> None:
-        """Write a spec's variant if its graphs can be represented as data."""
         user_cache.write_packed(_path(spec), lambda: variant_data(variant), MOST)
 
     def __str__(self) -> str:
