@@ -105,8 +105,8 @@ def capture(
     Args:
         model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
         check: "auto" compares the captured graphs' loss and gradients on packed sequences with the model's on single
-            sequences, once for each structurally distinct block. "full" checks every block; "off" checks nothing.
-        compiled: folder written by `hydragraph compile`, from which to read the program.
+            sequences, once for each structurally distinct block. "full" checks every block; "off" skips the check.
+        compiled: folder of `hydragraph compile` to read the program from.
 
     Raises:
         Unsupported: the model cannot be captured, or the captured graphs differ from the model.

@@ -2,7 +2,7 @@
 
 Planning measures devices and links (`engine.discovery`), and also blocks unless their times are cached. Times that are
 too noisy for a fit are measured again, for longer. If one type of device still has no usable times, all types are
-priced by the model's operations. Sequence parallelism and recomputation are measured only if no plan fits without them.
+priced by the model's operations.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Subject:
 
     @staticmethod
     def of(program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home) -> Subject:
-        """Return the subject for a program, with the limits of its inputs."""
         limits = field_ranges_of(program)
         vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
         positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
@@ -71,7 +70,6 @@ class Subject:
 
     @property
     def program(self) -> Program:
-        """Captured model."""
         return self.model.program
 
 

@@ -61,16 +61,13 @@ class Beforehand:
 
     @property
     def settled(self) -> bool:
-        """Whether the process has ended."""
         return not self._thread.is_alive()
 
     @property
     def offer(self) -> OfferedFile | None:
-        """Location of the result (`Made`) once the process has ended; None if it failed."""
         return self._offer if self.settled else None
 
     def close(self) -> None:
-        """Stop the process and delete its result."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
@@ -108,7 +105,6 @@ class Readying:
 
     Attributes:
         check: check of new strategies; None if another rank of this machine, or no rank, runs the check.
-        makes: whether this rank starts preparations for its machine.
     """
 
     variants: Variants
@@ -116,7 +112,6 @@ class Readying:
     makes: bool
 
     def begin(self, strategies: Sequence[Strategy]) -> Beforehand | None:
-        """Start preparing strategies; return None if they need no preparation, or another rank starts it."""
         if not self.makes or not self.variants.portable or not self.variants.lacks(strategies):
             return None
         return Beforehand(self.variants, self.check, strategies)
@@ -148,7 +143,6 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def made(asked: _Asked) -> Made:
-    """Compile and check the requested strategies."""
     try:
         asked.variants.compile(asked.strategies)
         if asked.check is not None:
@@ -160,13 +154,11 @@ def made(asked: _Asked) -> Made:
 
 
 def end_with_stdin() -> None:
-    """End this process when its parent has ended."""
     os.read(0, 1)  # a thread that reads `sys.stdin` would make the interpreter exit with an error
     os._exit(1)
 
 
 def main(folder: Path) -> None:
-    """Read the request from a folder's file "asked", and write the result to its file "made"."""
     write_value(folder / "made", made(read_value(folder / "asked")))
 
 

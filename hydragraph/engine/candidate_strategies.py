@@ -69,7 +69,6 @@ def candidates_of(
             devices that differ.
         batches: sequence lengths of sample mini-batches; required by "auto".
         home: owners of the state, for "auto"; None means equal shares.
-        passed: strategies that are already checked.
 
     Raises:
         Unsupported: "auto" without a profile or sample, costs for another number of ranks, or `given` is not a
@@ -148,7 +147,6 @@ def _question(
 
 
 def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Home:
-    """Choose owners without measurements, for the strategies that can run on ranks of these nodes."""
     fitting = [strategy for strategy in strategies if runs(program, strategy, len(nodes))]
     if home.rule is None or not fitting:
         return home.without_rule
@@ -250,12 +248,10 @@ def at_once_among(
 
 
 def sample_of(batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the first mini-batches without empty sequences."""
     return tuple(lengths for batch in batches if (lengths := tuple(n for n in batch if n)))[:SAMPLE]
 
 
 def runs(program: Program, strategy: Strategy, ranks: int) -> bool:
-    """Return whether a program can run a strategy on this number of ranks."""
     try:
         check_strategy(program, strategy, ranks)
     except ValueError:
@@ -264,7 +260,6 @@ def runs(program: Program, strategy: Strategy, ranks: int) -> bool:
 
 
 def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
-    """Return a strategy of these schemes on devices 0, 1, ..., with layers split evenly."""
     return Strategy.parse(" + ".join(f"<tp{tp},pp{pp}>" for tp, pp in schemes), layers=layers)
 
 

@@ -52,8 +52,6 @@ class ExecutableOptions:
 
     Attributes:
         check: mode returned by `frontend.check.check_once.mode_of`.
-        library: the compiled folder that the program comes from.
-        variants: graphs that are already compiled.
     """
 
     backend: str | None = None
@@ -126,7 +124,6 @@ class CompiledModel:
         self._torch_seed = torch.initial_seed()
 
     def initial(self, model: nn.Module, blocks: str | None) -> Callable[[], Iterable[Mapping[str, Tensor]]] | None:
-        """Return a function that returns the initial weights of a model on the meta device; None for other models."""
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
@@ -139,7 +136,6 @@ class CompiledModel:
             home.fill(dict(model.named_parameters()))
 
     def identity(self, strategies: Sequence[Strategy]) -> dict[str, str]:
-        """Return named texts that must be the same on all ranks."""
         return {
             "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
             "head or loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),
@@ -154,16 +150,13 @@ class CompiledModel:
 
     @property
     def may_stream(self) -> bool:
-        """Whether stages may stream."""
         return self.sums is None
 
     def check_strategy(self, strategy: Strategy, ranks: int) -> None:
-        """Raise ValueError unless a strategy fits the model, the ranks, the backend and the deterministic mode."""
         check_strategy(self.program, strategy, ranks)
         self.check_modes([strategy])
 
     def check_modes(self, strategies: Sequence[Strategy]) -> None:
-        """Raise ValueError unless the backend and the deterministic mode allow all strategies."""
         if self._inductor:
             for strategy in strategies:
                 refuse_halves(strategy)
@@ -171,7 +164,6 @@ class CompiledModel:
             self.sums.check(strategies)
 
     def priced(self, profile: Profile | Costs | None) -> Profile | Costs | None:
-        """Return costs restricted to strategies that give the same sums in deterministic mode."""
         if self.sums is None or profile is None:
             return profile
         if isinstance(profile, Costs):
@@ -236,7 +228,6 @@ def of_least_cut(
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Map every key of the model's state dict to the parameter or buffer with its value."""
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {key: names.get(key, key) for key in model.state_dict()}

@@ -24,12 +24,10 @@ class Discovered:
 
     @property
     def places(self) -> tuple[DevicePlace, ...]:
-        """Node and device type of every rank."""
         return tuple(DevicePlace(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
 
     @property
     def links_text(self) -> str:
-        """Speed of the slowest links within and between nodes, as text."""
         parts = []
         for where, links in (("within", self.links.inner), ("between", self.links.outer)):
             measured = [link for link in links if link is not None]

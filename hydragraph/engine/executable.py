@@ -51,7 +51,6 @@ class Executable(Membership):
         given, wanted_home: the arguments `strategy` and `home` of `compile`.
         measured_seats: seats of the devices that `given_profile` prices; None means 0, 1, ...
         spans: None, or a list to which steps append the times of their instructions.
-        past: strategies that ran on earlier sets of ranks.
         watched: whether idle ranks probe their device; set the same value on all ranks.
         stopping: 0, or a positive number to make the next `step` raise `Stopped` on all ranks.
         listens: function that is called when ranks agree on a step; a positive result acts like `stopping`.

@@ -294,7 +294,7 @@ class IterationRunner(CollectiveCalls):
         if self._running is None:
             return ""
         if number > self._communications:
-            return f"instruction {index} of the next step"  # this rank does not know the next step yet
+            return f"instruction {index} of the next step"
         running = self._ran.get(number, self._running)
         return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 

@@ -1,8 +1,8 @@
 """Handover of state to new owners during a step, which the current owners complete.
 
 Between two updates only gradients change. The new owners therefore get weights and moments while a step computes, get
-the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either
-all ranks switch to the new owners or none does. An earlier failure discards the new owners' state.
+the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either all
+ranks switch to the new owners or none does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Handover:
     """State that is moving to other owners.
 
     Attributes:
-        ending, arriving: this rank's sessions before and after the handover.
         whole: whether the new owners have everything that an update needs.
     """
 
@@ -69,7 +68,6 @@ class Handover:
             self._carrying.go_on()
 
     def settle(self) -> None:
-        """Wait for transfers in flight."""
         streams = self.ending.executor.streams
         with streams.beside():
             self._carrying.finish()

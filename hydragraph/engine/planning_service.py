@@ -52,7 +52,6 @@ class PlanService:
 
     def submit(self, lengths: Lengths) -> bool:
         """Request a plan; return False if the queue is full."""
-        # The bound keeps plans that are never taken from accumulating.
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -67,7 +66,6 @@ class PlanService:
         with self._changed:
             if lengths not in self._plans:
                 return None
-            # A late plan is removed too: a step never asks again.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
@@ -82,7 +80,6 @@ class PlanService:
             self._jobs.put(lengths)
 
     def close(self) -> None:
-        """Stop the workers."""
         with self._changed:
             self._closed = True
         # Wake threads that wait for a mini-batch or an answer.
@@ -96,7 +93,6 @@ class PlanService:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of running workers."""
         return [p.pid for p in self._processes if p is not None and p.poll() is None]
 
     def _tend(self, index: int) -> None:

@@ -22,7 +22,6 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Return the cache's folder."""
     return user_cache.folder("profiles")
 
 
@@ -64,7 +63,6 @@ def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> P
 
 
 def remember_profile(key: str, report: DeviceReport, profile: Profile) -> None:
-    """Store a profile; log an error instead of raising it."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:

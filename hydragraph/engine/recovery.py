@@ -180,7 +180,6 @@ def _move(
     past: Past | None,
     rates: Mapping[int, float],
 ) -> Moved:
-    """Move the state to a generation's ranks; with `past`, choose a good strategy quickly, not the best."""
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
     seats = [peer.seat for peer in peers]
@@ -206,7 +205,7 @@ def _move(
 
 
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:
-    measured = next(filter(None, world.gather(exe.measured)), None)  # a new rank has none
+    measured = next(filter(None, world.gather(exe.measured)), None)
     exe.adopt(measured)
     newcomers = [rank for rank, before in enumerate(generation.before) if before is None]
     return measured is not None and bool(newcomers) and exe.measure_newcomers(world, seats, newcomers)
@@ -220,17 +219,12 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit; if none fits, return planned or similar strategies.
-
-    Args:
-        past: earlier strategies, to find a planned strategy quickly.
-        seats: seats of the current ranks, for `past`.
-    """
+    """Return the given strategies that fit; if none fits, return planned or similar strategies."""
     choices, lengths = exe.given, exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:
         if past is not None and isinstance(profile, Costs) and lengths:
-            eras = next((history for history in world.gather(past.eras) if history), ())  # a new rank has no history
+            eras = next((history for history in world.gather(past.eras) if history), ())
             ran = replace(past, eras=eras).among(seats)
             if (immediate_strategy := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
                 return (immediate_strategy,)
@@ -250,7 +244,7 @@ def strategies_for(
         return True
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, strategies)):
-        with suppress(Unsupported):  # no planned strategy fits
+        with suppress(Unsupported):
             strategies = [strategy for strategy in planned() if fits(strategy)] or strategies
     return refit(strategies, world.ranks, exe.program.layers, fits)
 

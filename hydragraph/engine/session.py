@@ -106,7 +106,6 @@ class Session:
         return Session(program, model.buffers, world, groups, saver, *ready)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
-        """Compare all ranks' next calls by `digest`, in one small all-reduce."""
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
@@ -136,7 +135,6 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            spans: list to which the times of instructions are appended, or None.
             says: function that is called after this rank's computation and returns its message to all ranks (`saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
@@ -155,7 +153,6 @@ class Session:
 
         Args:
             shards: bucket name -> this rank's part of the bucket's weights or gradients.
-            names: parameters to return, or None for all.
         """
         buckets = self.gather_by_bucket(shards, names)
         return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket.items()}
@@ -210,7 +207,6 @@ class RanksCompared:
 
     @staticmethod
     def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
-        """Compare the messages of all ranks at a commit (`Session.saying`)."""
         high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
         same = high >= 0 and len({message[:2] for message in said}) == 1
         return RanksCompared(same, bool(unsaved), stopping)

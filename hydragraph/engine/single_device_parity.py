@@ -63,12 +63,10 @@ class ParityRow:
 
     @property
     def loss_error(self) -> float:
-        """Relative error of the loss."""
         return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-30)
 
     @property
     def passed(self) -> bool:
-        """Whether loss and gradients are within their tolerances."""
         return self.loss_error <= LOSS_TOLERANCE and self.ratio <= 1
 
 

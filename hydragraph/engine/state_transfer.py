@@ -41,7 +41,6 @@ class Moved:
         finished: whether the move finished this step after it had raised an error on this rank. If so, step your
             learning-rate scheduler once more.
         restored: step of the checkpoint that was read, or None if no state was lost.
-        extra: the checkpoint's `extra`.
         read: bytes of pieces that this rank read, as in `recovery.Survived`.
     """
 
@@ -61,7 +60,6 @@ class Brought:
     Attributes:
         restored: whether a checkpoint was read, which then provides `extra` and `buffers`.
         received: bytes received from other ranks.
-        read: bytes of pieces that this rank read, as in `Moved`.
     """
 
     restored: bool
@@ -72,7 +70,6 @@ class Brought:
 
 
 def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Store this rank's state in pieces; return all ranks' errors from writing earlier checkpoints."""
     groups = session.groups
     step, buckets = session.log.progress.updates, session.program.buckets
     own = OwnedState.of(session.home, session.optimizer)
@@ -116,7 +113,6 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
 
     Args:
         old: this rank's old session, or None if it has no valid state.
-        restore: checkpoint to read if a part of the state is lost.
 
     Raises:
         ValueError: a part of the state is lost, and no checkpoint is given; raised on all ranks.

@@ -49,7 +49,6 @@ class Holding:
 
     @property
     def groups(self) -> list[Groups]:
-        """Communicators of all sessions."""
         sessions = (self.held, self._arriving)
         return list({id(session.groups): session.groups for session in sessions if session is not None}.values())
 
@@ -60,7 +59,6 @@ class Holding:
             self.session.home.fill(tensors)
 
     def loaded(self) -> None:
-        """Record that weights were loaded."""
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
@@ -87,18 +85,15 @@ class Holding:
         return behind
 
     def expect(self, session: Session) -> None:
-        """Start filling a session."""
         self._arriving = session
         self._whole = False
         self._ahead = self.generation + 1
 
     def arrived(self, generation: int) -> None:
-        """Record that the arriving session is complete, and record its generation."""
         self._whole = True
         self._ahead = generation
 
     def take(self) -> None:
-        """Switch to the arriving session."""
         assert self._arriving is not None, "it has arrived"
         self.held = kept(self._arriving, self.held)
         self.generation = self._ahead
@@ -113,7 +108,6 @@ class Holding:
         self.expect(arriving)
 
     def go_over(self) -> None:
-        """Switch to the new owners if they have all their state."""
         if self.handover is not None and self.handover.whole:
             self.handover = None
             self.take()

@@ -41,17 +41,14 @@ class Promise:
     ranks: RanksCompared | None = None
 
     def heard(self, said: Sequence[tuple[int, ...]]) -> bool:
-        """Compare the messages of all ranks; return whether all ranks have promised the same step."""
         self.ranks = RanksCompared.of(said)
         return self.ranks.same
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        """Checked call and comparison of ranks, available after agreement."""
         assert self.call is not None, "ranks compare what they have checked"
         assert self.ranks is not None, "ranks have met at a commit"
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:
-        """Return whether a step with these arguments is the promised step."""
         return sequences is self.sequences and (strategy, divide_by) == (self.strategy, self.divide_by)

@@ -22,8 +22,6 @@ class IterationPlan:
 
     Attributes:
         seconds: expected time of the iteration, or 0 for the quick plan.
-        hidden_s: planning time that overlapped with training.
-        exposed_s: planning time that training waited for.
         late: whether this is the quick plan.
     """
 
@@ -52,7 +50,6 @@ class IterationPlanner:
         self._hurries = False
 
     def announce(self, lengths: Sequence[int]) -> None:
-        """Plan a later iteration in the background."""
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):
@@ -101,7 +98,6 @@ class IterationPlanner:
             self._service.change(self._chosen, forget=True)
 
     def close(self) -> None:
-        """Stop the planning processes."""
         if self._service is not None:
             self._service.close()
 

@@ -28,7 +28,6 @@ class StepReport:
         preparing_s: seconds spent compiling new graphs and building programs.
         expected_s: step time predicted by the profile, or 0 without a profile.
         ranks: each rank's time and its waits for communication.
-        assignment: assignment of sequences to pipelines and micro-batches.
     """
 
     step: int

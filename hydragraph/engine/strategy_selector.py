@@ -84,11 +84,9 @@ class Chooser:
 
     @property
     def plans(self) -> bool:
-        """Whether this rank plans."""
         return self._planner is not None
 
     def announce(self, lengths: tuple[int, ...]) -> None:
-        """Plan a mini-batch with sequences of these lengths in the background."""
         if self._planner is not None:
             self._planner.announce(lengths)
 
@@ -129,11 +127,9 @@ class Chooser:
 
     @property
     def changing(self) -> bool:
-        """On the planning rank: whether a change is pending."""
         return self._change is not None or self._ready
 
     def close(self) -> None:
-        """Stop the planner's workers and any preparation."""
         if self._planner is not None:
             self._planner.close()
         self._drop()

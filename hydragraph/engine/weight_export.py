@@ -25,16 +25,12 @@ def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] |
 
 
 def persistent_buffers(compiled: CompiledModel, session: Session) -> dict[str, Tensor]:
-    """Return copies of the buffers in the model's state dict, on the CPU."""
     stored = set(compiled.tensors.values())
     return {name: b.detach().cpu().clone() for name, b in session.buffers.items() if name in stored}
 
 
 class PublishedWeights:
     """Weights, bucket by bucket, with the names and shapes of `save_pretrained`.
-
-    Args:
-        dtype: dtype of the weights, as for `Executable.weights`.
 
     Raises:
         Unsupported: a peft model has several adapters.
@@ -57,11 +53,9 @@ class PublishedWeights:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the persistent buffers."""
         return {name: b.detach().clone() for name, b in self._session.buffers.items() if name in self._first}
 
     def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors under their published names."""
         state = {self._first[n]: t.to(self._dtype_of([n])) if t.is_floating_point() else t for n, t in tensors.items()}
         return published_names(self._shell, state)
 
