@@ -1,7 +1,6 @@
 """Planner: choice of a strategy, and assignment of sequences to pipelines and micro-batches.
 
-`generators/` produce candidates, `price_candidate` prices them, and `assignment/` assigns sequences to them. The
-package imports neither torch.distributed nor the runtime.
+The package imports neither torch.distributed nor the runtime.
 """
 
 from hydragraph import attributes

@@ -112,7 +112,7 @@ class _Compared:
         return device_time(self.varied.costs, self.plan.strategy, self.plan.home, self.plan.assignment)
 
     def verdict(self, rival: Strategy, settled: Settled | None = None) -> tuple[str, float]:
-        """Return why a rival is slower, and its seconds; `settled` has owners and assignments, if known."""
+        """Return why a rival is slower, and its seconds."""
         if rival == self.plan.strategy:
             return "is the plan", self.plan.seconds
         try:
@@ -133,7 +133,6 @@ class _Compared:
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:
-    """Return a line that describes the devices."""
     nodes = len({device.node for device in costs.cluster.devices})
     parts = []
     for name, count in Counter(names).items():

@@ -23,7 +23,6 @@ TYPE = 4
 
 
 def order_of(costs: Costs) -> list[int]:
-    """Return the ranks in canonical order."""
     nodes: dict[int, list[int]] = {}
     for rank in range(costs.ranks):
         nodes.setdefault(costs.cluster.node_of(rank), []).append(rank)
@@ -74,7 +73,6 @@ def told(found: Finalists, order: Sequence[int]) -> Finalists:
 
 
 def as_told(each: Settled, order: Sequence[int]) -> Settled:
-    """Convert one settled plan from the canonical order to the original ranks."""
     strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
     places = places_of(order)
     return replace(

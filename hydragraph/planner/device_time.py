@@ -19,7 +19,6 @@ _WAITING = (TimeKind.LATE, TimeKind.OTHER)
 
 
 def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
-    """Simulate an iteration; return the mean seconds per device by cause."""
     timeline = costs.changed(home=home).simulate(strategy, assignment)
     accounts = predicted_accounts(timeline)
     staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)
@@ -36,5 +35,4 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(slower: dict[str, float], faster: dict[str, float]) -> str:
-    """Return the cause whose time grows most from the faster to the slower plan."""
     return max(slower, key=lambda kind: slower[kind] - faster.get(kind, 0.0))

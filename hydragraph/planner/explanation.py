@@ -26,7 +26,6 @@ class Rival:
 
     Attributes:
         seconds: time of an iteration; infinite if the strategy does not fit.
-        settled: the strategy with owners and assignments, if the search chose them.
     """
 
     strategy: Strategy

@@ -95,7 +95,6 @@ class Finalists:
 
     Attributes:
         passed: proposals that were not settled.
-        short: memory shortages of strategies that do not fit.
     """
 
     settled: tuple[Settled, ...] = ()
@@ -187,10 +186,9 @@ def finalists(
 
     Args:
         near: also settle proposals within this fraction of the best time.
-        until: deadline, after which one plan that fits is enough.
+        until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
         moved: returns the bytes that change owner, to order proposals within `near`; None: order by time.
-        exactly: simulates a plan; default: `simulated`.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
@@ -281,10 +279,7 @@ class _Queue:
                 self._promise(estimate)
 
     def next(self, limit: float) -> Proposal | None:
-        """Return the next proposal that may take less than `limit` seconds.
-
-        A proposal without an estimate is returned only if `limit` is infinite.
-        """
+        """Return the next proposal that may take less than `limit` seconds."""
         self._estimate_others(limit)
         while self._heap and self._heap[0][0] < limit:
             uncut, proposal = self._pop(limit)
@@ -312,7 +307,7 @@ class _Queue:
     def _try(self, each: Proposal) -> None:
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # settling may find owners with which it fits
+        except Unsupported:  # it may fit with the owners that settling finds
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:
@@ -348,7 +343,6 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
-    """Return a home with equal shares for training ranks; None if the plan has this home or several copies."""
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)
@@ -370,7 +364,6 @@ def _estimated(
 
 
 def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
-    """Return each placement of a proposal with its estimated seconds."""
     strategies = [strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None]
     seconds = (proposal.expected_s if s.shares else clock.seconds(s, proposal.assignment) for s in strategies)
     return [

@@ -47,7 +47,7 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     Yields whether there is anything to compile.
 
     Args:
-        seconds: maximum time to wait, after which this process compiles the functions.
+        seconds: maximum time to wait before this process compiles the functions.
     """
     last = {"stages": exact_optimum.best_labels, "devices": message_rounds.together}
     if varying:
@@ -73,7 +73,6 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
 
 
 def compile_stages() -> None:
-    """Search for the stages of a made-up model."""
     measured = {
         (name, tp, size): metis.Measurement((factor * size / tp,) * 4, 5 * factor * size / tp, (100 * size / tp,) * 4)
         for name, factor in _FACTORS.items()
@@ -86,12 +85,10 @@ def compile_stages() -> None:
 
 
 def compile_devices() -> None:
-    """Plan for a made-up model without a search over stages."""
     plan(_made_up(), Workload(8, LENGTH), "mixed")
 
 
 def compile_lengths() -> None:
-    """Assign sequences to the pipelines of a made-up strategy."""
     costs = _made_up()
     pipelines = Strategy.parse("<[0]x4,[2]x2> + <[1]x4,[3]x2>", LAYERS).pipelines
     assign_pipelines([costs.pipeline(each) for each in pipelines], [LENGTH, *[LENGTH // 4] * 8])

@@ -2,8 +2,7 @@
 
 Candidates are the running and earlier strategies without lost ranks; the running strategy with layers by rates, with
 and without slow ranks or their pipelines; and, for equal sequences of a typical length, the search's results and equal
-pipelines in node order. Their times are estimated by a quick assignment of one mini-batch. Memory is checked from the
-fastest candidate on, until one fits.
+pipelines in node order. Memory is checked from the fastest candidate on, until one fits.
 """
 
 from __future__ import annotations

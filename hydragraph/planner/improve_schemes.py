@@ -1,8 +1,7 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. They are improved for
-all mini-batches, and for those at the limit of each scheme. Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2
-<tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
+The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. Example: one
+exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
 
 from __future__ import annotations
@@ -123,7 +122,6 @@ def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[St
 
 
 def size(scheme: Scheme) -> int:
-    """Return the number of devices of a scheme."""
     return scheme[0] * scheme[1]
 
 

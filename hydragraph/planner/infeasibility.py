@@ -46,7 +46,6 @@ def check_labels(costs: Costs, workload: Workload) -> None:
 def nothing_fits(
     costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY, streaming: bool = False
 ) -> Unsupported:
-    """Return an error that states the shortage and remedies."""
     state = costs.home.copies * state_bytes(costs)
     room = sum(costs.memory_of(rank) for rank in _running(costs))
     if short and state < room:

@@ -161,10 +161,7 @@ class _Ends:
 
 
 def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:
-    """Return the sizes of at most m micro-batches of n sequences.
-
-    `first` and `last` are relative sizes of the first and, in reverse order, the last micro-batches.
-    """
+    """Return the sizes of at most m micro-batches of n sequences."""
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
     weights[::-1][: len(last)] = np.minimum(weights[::-1][: len(last)], last[:m])

@@ -1,8 +1,4 @@
-"""Planning for heterogeneous devices: `hg.plan`.
-
-Each search (`WAYS`) produces candidates. The best are settled: ranks, assignment, owners and memory are determined
-exactly.
-"""
+"""Planning for heterogeneous devices: `hg.plan`."""
 
 from __future__ import annotations
 
@@ -71,7 +67,7 @@ FEW = 64
 STAGED = 2
 # Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
 NEAR = 0.005
-# Fraction of the deadline after which no work starts, and the fraction of this time for searches.
+# Fraction of the deadline in which work may start, and the fraction of this time for searches.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3
@@ -170,7 +166,7 @@ def plan(
             ("search" only up to 64 ranks and without a deadline).
         running: current plan, strategy or strategy text; among nearly equal plans, the plan that moves the fewest bytes
             wins.
-        deadline_s: time after which the best plan so far is returned; None: the search completes and is deterministic.
+        deadline_s: seconds until the best plan so far is returned; None: the search completes and is deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
         streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
@@ -214,7 +210,6 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable garbage collection within the context."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -304,7 +299,6 @@ class _Question:
 
 
 def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
-    """Search in canonical order; return results on the original ranks, and the usable fraction of memory."""
     began = time.monotonic()
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
@@ -560,7 +554,6 @@ def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence
 
 
 def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
-    """Return the bytes of state that change owners."""
     if before == after:
         return 0
     nodes = [device.node for device in costs.cluster.devices]

@@ -49,7 +49,6 @@ class Decision:
     seconds: tuple[float, ...]
 
     def sentence(self, names: Sequence[str], gain: float) -> str:
-        """Return the decision as a sentence."""
         if self.static is None:
             return "a strategy is chosen every iteration: no candidate fits all sample mini-batches"
         what = f"{self.gain:.1%} less time than {names[self.static]} alone"
@@ -66,7 +65,6 @@ def static_or_dynamic(
     batches: Sequence[Sequence[int]],
     policy: Policy,
 ) -> Decision:
-    """Compare the best static candidate with choosing in every iteration."""
     from hydragraph.planner.assignment.best_candidate import (
         compare_pipelines,  # needs numba and scipy, which only planning requires
     )

@@ -55,7 +55,6 @@ class SearchCandidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration that the search expects."""
         return self.partition.seconds
 
     @property
@@ -66,12 +65,10 @@ class SearchCandidate:
         return frozenset(depths.items()), frozenset(forms), self.together
 
     def laid_by_kind(self) -> Sequence[Laid]:
-        """Return the layout of each kind of pipeline."""
         count = max(1, round(self.bench.micro_batches / self.partition.count))
         return self.layout or [self.bench.lay(multiset, count) for multiset, _ in self.partition.pipelines]
 
     def laid(self) -> list[Laid]:
-        """Return the layout of every pipeline."""
         kinds = zip(self.laid_by_kind(), self.partition.pipelines, strict=True)
         return [layout for layout, (_, times) in kinds for _ in range(times)]
 
@@ -86,7 +83,6 @@ class Settled:
     """A runnable strategy with owners and assignments.
 
     Attributes:
-        assignments: assignment of each mini-batch.
         by_batch: seconds of each mini-batch, infinite if it does not fit.
         memory: peak bytes of every rank.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
@@ -102,13 +98,12 @@ class Settled:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of an iteration."""
         return math.fsum(self.by_batch) / len(self.by_batch)
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A strategy that does not fit, the rank that lacks most memory, and the missing bytes."""
+    """A strategy that does not fit, the rank with the largest shortage, and the missing bytes."""
 
     strategy: Strategy
     rank: int
@@ -159,7 +154,6 @@ class Ends:
         self._ends: dict[tuple[object, int], float] = {}
 
     def end(self, pipeline: int, count: int) -> float:
-        """Return when a pipeline has run `count` micro-batches."""
         key = (self._forms[pipeline], count)
         if key not in self._ends:
             self._ends[key] = self._end(*key)
@@ -229,7 +223,6 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
-    """Choose owners; return the settled strategy or its shortage."""
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
         if strategy.streams or strategy.shares:
@@ -243,7 +236,6 @@ def settle(
 
 
 def simulated(costs: Costs, settled: Settled) -> Settled:
-    """Return the plan with simulated seconds."""
     owned = costs.changed(home=settled.home)
     seconds = tuple(owned.simulate(settled.strategy, assignment).seconds for assignment in settled.assignments)
     return replace(settled, by_batch=seconds, simulated=True)
@@ -290,7 +282,7 @@ def owners(
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
     """Return owners chosen for each block, and every rank's peak memory, if they fit.
 
-    If stages stream, ranks that lack memory get smaller shares.
+    If stages stream, ranks with too little memory get smaller shares.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 QUICK = Effort(kicks=1, enough=2e-2)
 SIMULATED = 3
-# Maximum reassignments while a rank lacks memory.
+# Maximum reassignments while a rank has too little memory.
 ROUNDS = 8
 # Maximum ranks for simulations.
 FEW = 128
@@ -69,7 +69,6 @@ class Varied:
         return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
-        """Return the approximate mean of `by_batch`."""
         return mean(self.by_batch(strategy, below_s))
 
     def settle(
@@ -115,7 +114,6 @@ class Varied:
         return tuple(value_by_batch[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
-        """Return the cost of each pipeline."""
         if beside:
             whole = strategy if strategy.shares else None
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
@@ -142,7 +140,7 @@ def settle_best(
     """Settle the strategies with the lowest estimates, until `most` of them fit all mini-batches.
 
     Args:
-        until: deadline, after which one strategy that fits is enough, without simulation.
+        until: after this deadline, one strategy that fits is enough, without simulation.
     """
     order = list(origins)
     if not is_late(until):
@@ -161,7 +159,6 @@ def _takes_all(found: Settled | Shortage) -> bool:
 
 
 def mean(by_batch: Sequence[float]) -> float:
-    """Return the mean."""
     return math.fsum(by_batch) / len(by_batch)
 
 

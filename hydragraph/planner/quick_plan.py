@@ -40,7 +40,6 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
 
 
 def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...]:
-    """Return assumed costs of each pipeline."""
     alone = [rough_cost(p, longest) for p in strategy.pipelines]
     pipeline_costs = []
     for pipeline, cost, factors in zip(strategy.pipelines, alone, turns(strategy, [p.b for p in alone]), strict=True):

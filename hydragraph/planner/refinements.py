@@ -38,12 +38,7 @@ def refined(
     until: float | None = None,
     in_pieces: bool = True,
 ) -> list[Settled]:
-    """Return refined plans that fit and are faster than the plans that they refine.
-
-    Args:
-        schedules: schedules that the run can use.
-        in_pieces: whether stages may sum in pieces.
-    """
+    """Return refined plans that fit and are faster than the plans that they refine."""
     if is_late(until):
         return []
     further_plans = []
@@ -71,7 +66,6 @@ def refined(
 
 
 def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
-    """Return a plan's strategy with sums in pieces where that is faster."""
     schedule = plan.strategy.schedule
 
     def seconds(stage: Stage, span: tuple[int, int], micro_batches: Sequence[Sequence[int]]) -> float:
@@ -182,7 +176,6 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
 
 
 def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return every rank's peak memory with a plan's owners and assignments; None if the strategy does not fit."""
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
         before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))

@@ -30,7 +30,6 @@ class RentalOffer:
 
     @property
     def per_hour(self) -> float:
-        """Dollars per hour of all devices."""
         cluster = self.costs.cluster
         return math.fsum(self.prices.per_hour[cluster.type_of(rank)] for rank in range(self.costs.ranks))
 
@@ -41,7 +40,6 @@ class RentalOffer:
         return " + ".join(f"{count} {name}" for name, count in types.items())
 
     def sentence(self, workload: Workload) -> str:
-        """Return the price and speed of the offer in words."""
         million = per_million_tokens(self.per_hour, self.plan.seconds, workload)
         speed = f"{self.plan.seconds:.4g} s per step, ${million:.4g} per million tokens"
         return f"{self.devices} for ${self.per_hour:.4g} an hour: {speed}"

@@ -52,7 +52,6 @@ class RentalPrices:
         return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(strategy.devices))
 
     def million_tokens(self, strategy: Strategy, seconds: float, workload: Workload) -> float:
-        """Return the dollars per million tokens, given the seconds of an iteration."""
         return per_million_tokens(self.hour(strategy), seconds, workload)
 
     def sentences(self, plan: Plan, workload: Workload) -> list[str]:
@@ -74,6 +73,5 @@ class RentalPrices:
 
 
 def per_million_tokens(per_hour: float, seconds: float, workload: Workload) -> float:
-    """Return the price of a million tokens."""
     tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
     return per_hour * seconds / 3600 / tokens * 1e6

@@ -18,7 +18,6 @@ class PlanRequest:
     """Planning input that all iterations share.
 
     Attributes:
-        candidates: pipelines of each candidate strategy.
         charges: seconds of each candidate besides computing.
         guessed: whether costs are rough; if so, MaxLen is raised for longer sequences.
     """
@@ -29,27 +28,22 @@ class PlanRequest:
     guessed: bool = False
 
     def reaching(self, longest: int) -> PlanRequest:
-        """Return the request for a mini-batch whose longest sequence has `longest` tokens."""
         if not self.guessed or all(p.max_len >= longest for c in self.candidates for p in c):
             return self
         stretched = (tuple(replace(p, max_len=max(p.max_len, longest)) for p in c) for c in self.candidates)
         return replace(self, candidates=tuple(stretched))
 
     def reach(self, candidate: int) -> int:
-        """Return the longest sequence that fits a candidate."""
         return max(p.max_len for p in self.candidates[candidate])
 
     def only(self, candidate: int) -> PlanRequest:
-        """Return the request with one candidate."""
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
-        """Return the expected seconds of an assignment, including the candidate's charge."""
         tokens = zip(self.candidates[candidate], assignment.tokens, strict=True)
         return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
-        """Return the best candidate for a mini-batch."""
         from hydragraph.planner.assignment.best_candidate import (
             compare_pipelines,  # needs numba and scipy, which only planning requires
         )

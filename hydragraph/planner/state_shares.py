@@ -34,9 +34,6 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
     Args:
         seconds: seconds k of each rank for the whole state, above 0.
         room: fraction of the state that each rank can store.
-
-    Returns:
-        The fractions, or None if there is too little room.
     """
     if room.sum() < 1:
         return None
@@ -98,7 +95,6 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     """Return a home with a share for each rank, or None if there is too little room.
 
     Args:
-        room: fraction of the state that each rank can store.
         given: home whose copies and nodes are kept.
     """
     seconds = seconds_of_shares(costs, strategy)

@@ -128,7 +128,6 @@ def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
 
 
 def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
-    """Return the approximate number of micro-batches of each pipeline."""
     tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
     limits = [max(pipeline.max_len, workload.longest) for pipeline in pipeline_costs(owned, strategy)]
     return [math.ceil(tokens / limit) for limit in limits]

@@ -33,7 +33,6 @@ from hydragraph.spec.strategy import Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return the approximate seconds of an iteration; see `Iterations`."""
     return Iterations(costs, strategy).seconds(assignment)
 
 
@@ -57,7 +56,6 @@ class Iterations:
         self._ending = _ending(costs)
 
     def seconds(self, assignment: Assignment) -> float:
-        """Return the approximate seconds of an iteration."""
         outline = self._costs.outline
         complete = dict.fromkeys(self._names, 0.0)
         last = 0.0
@@ -135,7 +133,7 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return the time at which each block's last backward ends, if weights arrive at the times `there`."""
+        """Return when each block's last backward ends, if weights arrive at the times `there`."""
         stages = [stage.under(schedule) for stage in self._stages]
         early, forward, backward, ahead, back = _rows(stages, batches)
         now = 0.0

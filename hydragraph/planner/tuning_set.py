@@ -29,7 +29,6 @@ class TuningSet:
     """Cached seconds of strategies for mini-batches.
 
     Attributes:
-        longest: longest sequence of each mini-batch.
         priced: computing seconds for each mini-batch [B], by strategy.
     """
 
@@ -44,7 +43,6 @@ class TuningSet:
         self.priced: dict[Strategy, Floats] = {}
 
     def reach(self, strategy: Strategy) -> int:
-        """Return the longest sequence that fits a strategy."""
         tables = self._for(sum(tp * pp for tp, pp in strategy))
         return max(tables.reach[tables.column[s]] for s in strategy)
 
@@ -53,7 +51,6 @@ class TuningSet:
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:
-        """Return a strategy's seconds without charges."""
         if strategy not in self.priced:
             self.priced[strategy] = self._price(strategy)
         return self.priced[strategy]

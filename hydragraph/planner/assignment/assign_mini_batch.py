@@ -54,7 +54,6 @@ class PlannedAssignment(Assignment):
 
     @property
     def gap(self) -> float:
-        """Relative distance from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
     @property
@@ -77,8 +76,7 @@ def assign(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        deadline_s: seconds after which no improvement starts; 0: no search; None: the search is deterministic.
-        effort: search effort; default: `EFFORT`.
+        deadline_s: seconds in which improvements may start; 0: no search; None: the search is deterministic.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or a scheme is not in the profile.
@@ -94,7 +92,6 @@ def assign_pipelines(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign sequences to given pipelines; see `assign`."""
     return assign_bounded(bounded_pipelines(pipelines, lengths), lengths, deadline_s, effort=effort, seed=seed)
 
 
@@ -114,7 +111,6 @@ class Bounded:
 
 
 def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Bounded:
-    """Return the lower bound and the initial assignment of a search."""
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     sequences = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
@@ -144,7 +140,6 @@ def assign_bounded(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign a bounded mini-batch; see `assign`."""
     until = time.monotonic() + deadline_s if deadline_s is not None else None
     problem = start.problem
     if not len(problem.lengths):
@@ -177,12 +172,10 @@ class MicroBatchCut:
 
     @property
     def seconds(self) -> float:
-        """End of the last pipeline."""
         return float(self.ends.max())
 
 
 def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> MicroBatchCut:
-    """Search with the envelope; return the result whose schedule ends first."""
     problem = start.problem
     relaxed = start.relaxed
     placed = start.first
@@ -258,7 +251,6 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
 
 
 def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    """Return a lower bound on the seconds of any assignment."""
     return bounded_pipelines(pipelines, lengths).seconds
 
 

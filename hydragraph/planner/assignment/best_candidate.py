@@ -45,7 +45,6 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of the winner, including the charge."""
         return self.verdicts[self.index].seconds
 
 
@@ -88,9 +87,6 @@ def compare_pipelines(
     seed: int = 0,
 ) -> Choice:
     """Choose among strategies that are given by their pipelines' costs.
-
-    Args:
-        charges: seconds of each candidate besides computing.
 
     Raises:
         Unsupported: the longest sequence fits no candidate.

@@ -54,8 +54,6 @@ class Relaxation:
 
     Attributes:
         seconds: lower bound on the seconds of any assignment.
-        shares: x [n, K].
-        prices: lambda [K].
     """
 
     seconds: float
@@ -68,7 +66,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
 
     Args:
         capacity: function of z that does not decrease.
-        start: a z by which some assignment finishes.
+        start: the end of some assignment.
     """
     if not len(cost):
         return Relaxation(0.0, cost, np.ones(cost.shape[1]))
@@ -234,7 +232,6 @@ def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
 
 
 def alone(problem: AssignmentProblem, terms: StageTerms) -> float:
-    """Return the latest end of any sequence that runs alone on its best pipeline."""
     return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
 
 

@@ -61,7 +61,7 @@ LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
-    """A problem to solve: the sequences and pipelines as arrays, which the module docstring describes."""
+    """Sequences and pipelines as arrays; see the module docstring."""
 
     cost: Floats
     lengths: Floats
@@ -85,7 +85,7 @@ class SearchState(NamedTuple):
 
 @partial(compiled, shared=True)
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
-    """Return the time at which a pipeline finishes.
+    """Return when a pipeline finishes.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
     c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
@@ -124,7 +124,6 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
 
 @compiled
 def no_state(pipelines: int) -> SearchState:
-    """Return the state of idle pipelines."""
     return SearchState(
         np.zeros(pipelines),
         np.zeros(pipelines),
@@ -235,7 +234,6 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
 @compiled
 def quick_end(instance: Instance) -> float:
-    """Return the last pipeline's end after `longest_first`."""
     placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
     return max(0.0, ends_of(placed, instance).max())
 
@@ -295,7 +293,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the earliest time by which `pipelines` pipelines end."""
+    """Return the earliest time when `pipelines` pipelines have ended."""
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -402,11 +400,7 @@ def best_step(
 
 @partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Move or swap sequences of the last pipeline, in place, while this reduces the last end; return this end.
-
-    Args:
-        extra: seconds to add to each pipeline [P].
-    """
+    """Move or swap sequences of the last pipeline, in place, while this reduces the last end; return this end."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     changed = np.ones(pipelines, np.bool_)

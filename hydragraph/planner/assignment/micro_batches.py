@@ -49,7 +49,6 @@ SUM = 1
 
 @compiled
 def price(objective: int, largest: float, total: float, count: float, terms: Floats) -> float:
-    """Return the seconds of `count` micro-batches, given the largest and the total work."""
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
     if objective == EQ1:
@@ -63,9 +62,6 @@ def largest_at_least(work: Floats, count: int) -> float:
 
     For example, three of the 2 count + 1 sequences with most work share a micro-batch, which has at least the work of
     the last three.
-
-    Args:
-        work: work of each sequence, descending [n].
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -103,7 +99,6 @@ def kick_evenly(
 
 @compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
-    """Return micro-batches of at most MaxLen tokens as pipelines of one kind."""
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
@@ -128,8 +123,6 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     V is in ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), or larger if no such packing exists.
 
     Args:
-        work: seconds of each sequence, descending [n].
-        lengths: tokens [n].
         terms: coefficients of the pipeline's kind; see `local_search`.
         kicks: kicks for each V that is searched further.
     """

@@ -22,12 +22,8 @@ class AssignmentProblem:
     """Sequences in descending length, and kinds of pipelines; symbols as in `local_search`.
 
     Attributes:
-        kind_of: kind of each pipeline [P].
         counts: number of pipelines of each kind [K].
         order: caller's index of each sequence [n].
-        lengths: tokens of each sequence [n].
-        cost: seconds of work (`PipelineCost.work`) [n, K], infinite above MaxLen.
-        terms: coefficients of each kind's end [K, 8 + 3 W].
     """
 
     pipelines: tuple[PipelineCost, ...]
@@ -41,7 +37,6 @@ class AssignmentProblem:
 
     @property
     def instance(self) -> Instance:
-        """Inputs of the compiled functions."""
         return Instance(self.cost, self.lengths, self.kind_of, self.terms)
 
     @property

@@ -49,8 +49,6 @@ class Sequences(NamedTuple):
     """Sequences to assign, and kinds of pipelines.
 
     Attributes:
-        lengths: tokens [n].
-        kind_of: kind of each pipeline [P].
         max_len: MaxLen of each kind [K].
     """
 
@@ -90,7 +88,6 @@ class Draft(NamedTuple):
 
 @compiled
 def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Draft:
-    """Return the draft of an assignment."""
     n = len(placed)
     pipelines = len(given.kind_of)
     stages = given.terms.seconds.shape[1]
@@ -158,7 +155,6 @@ def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
 
 @compiled
 def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> float:
-    """Return the end of pipeline p with an order of micro-batches."""
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
@@ -275,7 +271,6 @@ def closed(order: Ints, count: int, x: int) -> None:
 
 @compiled
 def free_number(plan: Draft) -> int:
-    """Return an unused micro-batch number."""
     for m in range(len(plan.members)):
         if plan.members[m] == 0:
             return m
@@ -308,7 +303,6 @@ def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
 
 @compiled
 def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Swap two micro-batches of pipeline p if it then ends before `best`."""
     order = plan.order[p]
     for x in range(plan.counts[p] - 1):
         for y in range(x + 1, plan.counts[p]):
@@ -323,14 +317,12 @@ def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
 
 @compiled
 def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Put sequence i into another or a new micro-batch if pipeline p then ends before `best`."""
     count = without(i, p, plan, given)
     return bool(try_places(i, p, plan.trial[0], count, best, plan, given))
 
 
 @compiled
 def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Swap sequence i with a shorter sequence of another micro-batch if pipeline p then ends before `best`."""
     n = len(plan.placed)
     own = plan.batch[i]
     order = plan.trial[0]
@@ -398,7 +390,6 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
 
 @compiled
 def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Exchange sequence i for a shorter sequence of another pipeline, as in `try_leaving`."""
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -552,7 +543,6 @@ def improve(
 
 @compiled
 def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy the arrays that define a draft."""
     kept[0][:] = plan.placed
     kept[1][:] = plan.batch
     kept[2][:] = plan.order

@@ -1,7 +1,7 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
 The search starts from the rounded relaxation; longest first; Alg. 1; and longest first with random pipelines that
-refuse long sequences. Local search improves the best of these assignments, and kicks improve the best result.
+refuse long sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Effort:
     enough: float = 1e-3
 
     def kicks_for(self, pipelines: int, sequences: int) -> int:
-        """Return the number of kicks, rounded up."""
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
@@ -61,17 +60,14 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
 
 
 def value(problem: AssignmentProblem, placed: Ints) -> float:
-    """Return the last pipeline's end, according to `AssignmentProblem.terms`."""
     return max(ends(problem, placed).tolist(), default=0.0)
 
 
 def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
-    """Return each pipeline's end [P], 0 without work."""
     return np.asarray(local_search.ends_of(placed, problem.instance))
 
 
 def longest_first(problem: AssignmentProblem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
-    """Assign sequences longest first; see `local_search.longest_first`."""
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
 
@@ -107,7 +103,6 @@ def search(
 def kicked(
     problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int
 ) -> Ints:
-    """Improve an assignment by iterated local search."""
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
     enough = relaxed.seconds * (1 + effort.enough)

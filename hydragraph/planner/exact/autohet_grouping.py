@@ -84,7 +84,6 @@ def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory
 
 
 def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> int:
-    """Return the maximum number of groups."""
     entities = sum(k.count for k in kinds)
     fitting = math.inf
     if least_memory > 0:

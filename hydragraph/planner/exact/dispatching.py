@@ -40,7 +40,6 @@ class Dispatch:
 
     @property
     def gap(self) -> float:
-        """Relative distance from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
@@ -79,7 +78,6 @@ def dispatch(
 
 
 def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
-    """Return the result of Alg. 1 [n] for `trials` shuffled orders."""
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(problem.lengths))), axis=1)
     return np.asarray(local_search.greedy(orders, problem.instance, True)[1])
 

@@ -20,7 +20,6 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 
 def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
-    """Import cvxpy with a solver; `where` and `otherwise` are used in the error."""
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
         has_solver = solver in cvxpy.installed_solvers()

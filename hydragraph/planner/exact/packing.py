@@ -43,7 +43,6 @@ class Packing:
 
     @property
     def gap(self) -> float:
-        """Relative distance from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
@@ -65,7 +64,6 @@ def pack(
         objective: "published" is Eq. 1; "sum" is the objective of `assign`; "1f1b" is the better of both results,
             reordered.
         method: "exact" solves Eq. 1 through cvxpy (slow).
-        kicks: number of kicks for each V.
 
     Raises:
         Unsupported: a sequence is longer than MaxLen, or the scheme is not in the profile.
@@ -86,11 +84,6 @@ def pack_pipeline(
     kicks: int = KICKS,
     climb: int = 0,
 ) -> Packing:
-    """Pack sequences for one pipeline; see `pack`.
-
-    Args:
-        climb: number of rounds that improve the order of micro-batches.
-    """
     if objective == "1f1b":
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
         packing = min(both, key=lambda p: p.seconds_1f1b)
@@ -116,10 +109,8 @@ def pack_pipeline(
 
 
 def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[float]:
-    """Return the seconds of one stage for each micro-batch."""
     return [pipeline.micro_batch_seconds([lengths[i] for i in m]) for m in micro_batches]
 
 
 def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-    """Return the time at which micro-batches on equal stages end."""
     return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages, pipeline.schedule)

@@ -58,12 +58,10 @@ class NodeDevices:
 
     @property
     def uneven(self) -> bool:
-        """Whether some devices are slower than others."""
         return self.rates[0] != self.rates[-1]
 
 
 def nodes_of(costs: Costs) -> tuple[NodeDevices, ...]:
-    """Return running devices by node and site."""
     by_node: dict[tuple[int, DeviceSite], list[int]] = {}
     for rank in range(costs.ranks):
         if math.isfinite(costs.health.rate(rank)):
@@ -171,5 +169,4 @@ def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
 
 
 def forms_of(groups: Sequence[Group]) -> Counter[GroupForm]:
-    """Return the number of groups of each form."""
     return Counter(group.form for group in groups)

@@ -1,7 +1,4 @@
-"""Seconds and bytes of a mean layer on a healthy tensor-parallel group.
-
-A straggler of rate x_g slows its group down by the factor x_g (Malleus: y = rho_k max x_g).
-"""
+"""Seconds and bytes of a mean layer on a healthy tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ class DeviceSite(NamedTuple):
     """Devices of one type in nodes of one kind.
 
     Attributes:
-        inner, outer: link within a node, and link of a network card.
         cards: number of network cards per device.
     """
 
@@ -84,7 +80,6 @@ class Prices:
 
     @cached_property
     def home_bytes(self) -> float:
-        """Bytes of the whole state."""
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
@@ -185,7 +180,6 @@ class Market:
         self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
 
     def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
-        """Return the prices; for the arguments, see `Prices`."""
         key = (tuple(lengths), reach)
         if key not in self._known:
             self._known[key] = Prices(self._costs, lengths, reach)
@@ -193,12 +187,10 @@ class Market:
 
 
 def healthy(costs: Costs) -> Costs:
-    """Return the costs of healthy devices."""
     return costs.changed(health=Health()) if any(True for _ in costs.health) else costs
 
 
 def site_of(costs: Costs, rank: int) -> DeviceSite:
-    """Return the site of a rank."""
     cluster = costs.cluster
     node = cluster.node(cluster.node_of(rank))
     return DeviceSite(cluster.type_of(rank), node.inner, node.outer, node.cards / node.devices)

@@ -93,7 +93,6 @@ def propose(
         lengths: tokens of the data's sequences or a sample; longer sequences count as `context`.
         devices: number of devices; some may be idle.
         context: the longest sequence, in tokens.
-        limit: maximum number of strategies.
 
     Raises:
         Unsupported: no measured scheme fits `context` tokens on the devices.
@@ -191,7 +190,6 @@ def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
 
 
 def least(data: Histogram, devices: int) -> FractionalStrategy:
-    """Return the fractional strategy of time t[N][L], found by bisection."""
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
@@ -243,7 +241,6 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
-    # Skip strategies to which a pipeline can be added.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))

@@ -67,7 +67,7 @@ def search(
 
     Args:
         reach: tokens that must fit in every pipeline's memory; default: the tokens of a micro-batch.
-        until: deadline, after which the results so far are returned.
+        until: deadline of the search, which then returns its results so far.
 
     Raises:
         Unsupported: all devices are lost.
@@ -83,7 +83,6 @@ def search(
     last = math.inf  # seconds of the worst candidate to keep
 
     def worth() -> float:
-        """Return the seconds below which a partition would be kept."""
         return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)

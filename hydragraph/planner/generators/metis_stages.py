@@ -65,7 +65,7 @@ def staged(
     """Return plans for equal sequences on all running devices.
 
     Args:
-        until: deadline, after which the results so far are returned, possibly none.
+        until: deadline of the search, which then returns its results so far, possibly none.
 
     Raises:
         Unsupported: no plan was found, or devices are of too many types or rates.
@@ -87,7 +87,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # nothing fits with this number in flight
+                continue  # no plan fits with this number in flight
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)
@@ -146,7 +146,6 @@ class TypedDevices:
         return [rank for kind in types for (_, of), ranks in self._nodes.items() if of == kind for rank in ranks]
 
     def example(self, kind: str, count: int) -> tuple[int, ...] | None:
-        """Return `count` ranks of a type in one node, if any."""
         largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
         return tuple(largest[:count]) if len(largest) >= count else None
 

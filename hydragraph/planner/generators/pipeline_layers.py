@@ -32,7 +32,6 @@ FORGIVEN = 1e-12
 
 @compiled
 def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
-    """Return the maximum number of layers that a stage can run within `seconds`, with any option."""
     most = 0
     for o in range(len(layer)):
         left = seconds - extra[o]

@@ -21,7 +21,6 @@ _HALVINGS = 60
 
 @partial(compiled, shared=True)
 def able(seconds: float, first: float, each: float) -> int:
-    """Return the number of micro-batches that a pipeline can finish within `seconds`."""
     if not seconds >= first:
         return 0
     return int(np.floor((seconds - first) / each * (1 + 1e-12) + 1e-12)) + 1

@@ -112,7 +112,6 @@ class Bench:
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
-        """Return whether a group has enough memory for one layer."""
         bytes_per_byte = self._prices.held_by_flight[1, 1]
         options = self._numbers[form, : len(self.options[form])]
         most = (most_layers(o, self.memory[form], False, False, bytes_per_byte, 1, self.layers) for o in options)
@@ -139,7 +138,6 @@ class Bench:
         return self.laid_as(order, layers, chosen) if len(layers) else NOTHING_FITS
 
     def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
-        """Return a pipeline of these forms, layers and options."""
         first, further, exposed, traffic, seconds, passing = timed(
             np.array(order), layers, chosen, self._numbers, self._rows
         )
@@ -147,7 +145,6 @@ class Bench:
         return Laid(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
-        """Return the seconds of a rank's pull and push."""
         return size * float(self._rows[form, 2])
 
     def _passing(self, form: GroupForm) -> float:
@@ -162,7 +159,7 @@ class Bench:
 
         Args:
             pipelines: multiset of groups -> number of pipelines made of it.
-            worth: seconds from which a lower bound is enough.
+            worth: a lower bound of at least this many seconds is enough.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
@@ -171,7 +168,6 @@ class Bench:
     def price_of(
         self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
-        """Return the seconds of an iteration for given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not layout.order for layout in laid):
             return math.inf
@@ -185,7 +181,6 @@ class Bench:
         return max(seconds, max(layout.traffic_s for layout in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
-        """Return each pipeline's wait for other pipelines."""
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([layout.passing_s for layout in laid])
@@ -215,7 +210,6 @@ class Bench:
         )
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
-        """Exchange or move groups while this saves time."""
         now = dict(start)
         resting = idle
         best = self.price(now)
@@ -264,7 +258,6 @@ class Bench:
 
 
 def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
-    """Return the numbers of pipelines to try."""
     most = min(groups, micro_batches)
     few = range(-(-groups // layers), min(most, EVERY) + 1)
     deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))

@@ -81,7 +81,6 @@ class Options(NamedTuple):
 def options_of(
     tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
 ) -> Options:
-    """Return the options of one order of types and B."""
     ranks = kinds.size
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
@@ -136,7 +135,6 @@ def write_options(
     shared: Ints,
     used: Ints,
 ) -> None:
-    """Write every option; see `add_option`."""
     ranks = kinds.size
     for start in range(ranks):
         o.begin[start] = used[0]
@@ -210,7 +208,6 @@ def add_option(
 # numba takes seconds to compile np.concatenate.
 @compiled
 def write_row(rows: Floats, number: int, values: Floats) -> None:
-    """Write a row [columns]."""
     for column in range(values.size):
         rows[number, column] = values[column]
 
@@ -274,7 +271,6 @@ def took(o: Options, option: int, first: int, end: int) -> float:
 
 @compiled
 def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
-    """Return whether layers first to end - 1 fit on the devices."""
     memory_mb = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
     return bool(LEAST_MB + tables.factor * memory_mb <= o.limit[option])
 
@@ -326,7 +322,6 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
 def write_bounds(
     tables: Tables, o: Options, caps: Floats, sums: Floats, least: Floats, chosen: Ints, ends: Ints
 ) -> None:
-    """Write the bounds of completions; see `bounds_of`."""
     ranks = o.begin.size - 1
     layers = tables.share.size
     many = caps.size
@@ -456,7 +451,6 @@ def best_labels(
 def added(
     origin: Ints, value: Floats, made: int, before: int, option: int, end: int, new: Floats
 ) -> tuple[Ints, Floats, int]:
-    """Append a label; return the arrays and the count."""
     if made == value.shape[0]:
         value = longer(value, 2 * made)
         origin = longer(origin, 2 * made)
@@ -511,7 +505,6 @@ def drop_needless(
     batches: int,
     fast: float,
 ) -> None:
-    """Remove the labels that a new label dominates."""
     before = -1
     label = heads[rank, layer]
     while label >= 0:
@@ -593,7 +586,7 @@ def optimum(
     Args:
         smallest: minimum number of ranks of a stage, a power of two.
         known: plan to return if no better plan exists.
-        until: deadline, after which the best plan so far is returned.
+        until: deadline of the search, which then returns its best plan so far.
     """
     tables = problem.tables
     best = known

@@ -131,7 +131,6 @@ def one_type(kinds: Ints, start: int, size: int) -> bool:
 
 @compiled
 def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float:
-    """Return the least bandwidth in a group."""
     least = tables.bandwidth[kinds[start]]
     if not one_type(kinds, start, size):
         for rank in range(start + 1, start + size):

@@ -104,7 +104,6 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
 
 
 def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
-    """Return the best plan of Metis's or the memory-aware search."""
     steps = 0
     best: Best | None = None
     best_types: tuple[str, ...] = ()

@@ -5,14 +5,10 @@ parallelism only. Layers are divided over stages by speed, corrected by memory a
 of degrees (one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes first:
 
     NAIVE   the stage with the least memory left in the last division that fitted; if none fitted, with the largest dp
-    MEMORY  the stage that lacks most memory at the first attempt; if all fitted, with the least memory left
+    MEMORY  the stage that is most short of memory at the first attempt; if all fitted, with the least memory left
 
 A walk ends with the first plan that fits at once, or when no stage can change. As in Table 1, only steps that led to a
 plan are counted.
-
-From the second order of types on, Metis's program prices divisions into two stages by their first stage only.
-`Best.claimed` is the lowest cost that Metis's program finds; other plans are priced in full, and have all layers and no
-empty stage.
 
     capacity[s]  [S]    fraction of all stages' speeds
     split[q]     [7 L]  layers in seven equal pieces
@@ -178,7 +174,6 @@ def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, m
 
 @compiled
 def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
-    """Return whether all runs of tp ranks have one type."""
     if tp == 1 or one_type(kinds, start, size):
         return True
     for first in range(start, start + size, tp):  # noqa: SIM110
@@ -189,7 +184,6 @@ def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
 
 @compiled
 def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: int) -> bool:
-    """Return whether every replica gets samples, at a valid size and degree."""
     for s in range(dp.size):
         mbs = tables.batch // dp[s] // batches
         if mbs == 0 or mbs >= tables.size_at.size or tp[s] > max_tp:
@@ -352,7 +346,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages that lack memory, and raise other speeds; return whether there is room.
+    """Lower the speeds of stages with too little memory, and raise other speeds; return whether there is room.
 
     A stage with memory left may grow until it is full; other stages shrink to nine tenths of what fits.
     """

@@ -49,8 +49,8 @@ class Tables(NamedTuple):
     activation: float  # numbers that a layer sends to the next layer, per sequence
     logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
     batch: int  # sequences of an iteration
-    factor: float  # factor on measured memory
-    per_rank: bool  # whether the memory of each device must suffice for its stage
+    factor: float
+    per_rank: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,6 @@ class MetisProblem:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model."""
         return self.profile.layers
 
     @cached_property
@@ -106,7 +105,6 @@ class MetisProblem:
 
     @cached_property
     def tables(self) -> Tables:
-        """The problem as arrays."""
         profile = self.profile
         measured = profile.measurements
         degrees = [tp for tp in _powers(self.max_tp) if any((t, tp) == key[:2] for t in self.types for key in measured)]

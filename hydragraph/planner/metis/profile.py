@@ -18,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# Maximum degree and size at which the times of optimizer and batch generator are read.
+# The times of optimizer and batch generator are read up to this degree and size.
 _MEASURED = 4
 
 
@@ -46,7 +46,6 @@ class Measurement:
 
     @property
     def sync_ms(self) -> float:
-        """Time of a micro-batch outside its layers."""
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
@@ -86,7 +85,6 @@ class MetisProfile:
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers of the model."""
         return len(next(iter(self.measurements.values())).layers_ms)
 
     @cached_property
