@@ -50,7 +50,6 @@ class Assignment:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of micro-batches of each pipeline."""
         return tuple(len(m) for m in self.micro_batches)
 
     @property

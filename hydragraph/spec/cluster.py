@@ -62,7 +62,6 @@ class Interconnect:
         return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
     def seconds(self, size: float) -> float:
-        """Return the seconds for a message of `size` bytes."""
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
@@ -94,7 +93,6 @@ class DeviceType:
         object.__setattr__(self, "memory_bytes", _whole("memory_bytes", self.memory_bytes))
 
     def device(self, node: int, name: str) -> Device:
-        """Return a device of this type in a node."""
         return Device(**asdict(self), node=node, type=name)
 
 
@@ -161,11 +159,9 @@ class Pair:
 
     @property
     def link(self) -> Interconnect:
-        """The link without the device types."""
         return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
     def times(self, factor: float) -> Pair:
-        """Return the pair with `factor` times the bandwidth."""
         return Pair(self.types, **vars(self.link.times(factor)))
 
 
@@ -175,8 +171,6 @@ class Cluster:
 
     Attributes:
         within_node, between_nodes: each rank's links within and between nodes; None if `nodes` is set.
-        nodes: nodes by number; see `of`.
-        pairs: links between nodes of two device types.
     """
 
     devices: tuple[Device, ...]
@@ -250,7 +244,6 @@ class Cluster:
 
     @cached_property
     def types(self) -> Mapping[str, DeviceType]:
-        """The device types by name."""
         names = [field.name for field in fields(DeviceType)]
         every = zip(self._names, self.devices, strict=True)
         return {type_: DeviceType(**{name: getattr(device, name) for name in names}) for type_, device in every}
@@ -270,7 +263,6 @@ class Cluster:
         return tuple(d.type or plain[replace(d, node=0)] for d in self.devices)
 
     def node_of(self, rank: int) -> int:
-        """Return the number of a rank's node."""
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
@@ -278,11 +270,9 @@ class Cluster:
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
-        """Return the index of a rank's network card within its node."""
         return self._cards[rank]
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two different ranks."""
         if a == b:
             raise ValueError(f"device {a} has no link to itself: price a local copy by its memory_bytes_per_s")
         return self.link_between(self.node_of(a), self.node_of(b))
@@ -323,14 +313,12 @@ class Cluster:
         return replace(self, **{what: getattr(self, what).times(factor)})
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster of some ranks, in the given order."""
         devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
         types = {device.type for device in devices}
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
         return replace(self, devices=devices, pairs=pairs)
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster with reordered ranks and nodes."""
         same = self.of_ranks(ranks)
         used = dict.fromkeys(device.node for device in same.devices)
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
@@ -426,7 +414,6 @@ class _Nodes:
 
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:
-    """Return the device type that a datasheet describes."""
     return DeviceType(**{field.name: getattr(sheet, field.name) for field in fields(DeviceType)})
 
 

@@ -47,7 +47,6 @@ class FieldRange:
             )
 
     def holds(self, sequences: Sequence_[Sequence]) -> bool:
-        """Return whether all values of all sequences are in range."""
         if self.field == "position_ids":
             return all(len(sequence) <= self.high for sequence in sequences)
         return not sequences or self._outside(torch.cat([self._values(s) for s in sequences])) is None

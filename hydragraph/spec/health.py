@@ -35,7 +35,6 @@ class Health:
         return iter(self.rates)
 
     def rate(self, rank: int) -> float:
-        """Return a rank's straggling rate."""
         return self.rates.get(rank, 1.0)
 
     @property

@@ -67,12 +67,9 @@ class Home:
         ]
 
     def shares_of(self, bucket: str) -> Sequence[float] | None:
-        """Return a bucket's shares by rank, or None for equal shares."""
         return self.buckets.get(bucket, self.shares)
 
     def reordered(self, ranks: Sequence[int]) -> Home:
-        """Return the home for reordered ranks."""
-
         def of(each: Sequence[T] | None) -> tuple[T, ...] | None:
             return None if each is None else tuple(each[rank] for rank in ranks)
 
@@ -81,7 +78,6 @@ class Home:
 
     @property
     def without_rule(self) -> Home:
-        """The home without its rule, so that only shares define the owners."""
         return replace(self, rule=None)
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
@@ -104,7 +100,7 @@ class Home:
         """Return this home with the node of each rank filled in.
 
         `self.nodes` is used if it is set, otherwise `nodes`; if `nodes` is a single node, each rank counts as its own
-        node. A home with one copy or a rule is returned unchanged.
+        node.
         """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes
@@ -165,7 +161,6 @@ AUTO = Home(rule="auto")
 
 
 def home_of(given: Home | str | None) -> Home | None:
-    """Return a home given as an object or text; None stays None."""
     if isinstance(given, str):
         return Home.parse(given)
     if given is None or isinstance(given, Home):

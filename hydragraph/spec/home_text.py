@@ -12,7 +12,6 @@ _LAYER = re.compile(r"layer\.(\d+)(/\w+)?")
 
 
 def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
-    """Describe which ranks own which buckets."""
     if home.rule is not None:
         return f"chosen for the strategies ({home.rule})"
     of = {name: _owners(home.shares_of(name), ranks) for name in buckets}
@@ -24,7 +23,6 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    """Split ascending numbers into runs of consecutive numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-UNKNOWN = 0.65  # assumed fraction of the peak that large matrix products reach
+UNKNOWN = 0.65
 # Bytes/s to pinned host memory over 16 lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
 _NEAR = 0.03  # maximum relative difference from a known device's peak and bandwidth
@@ -52,7 +52,6 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def known(flops_per_s: float, memory_bytes_per_s: float) -> Datasheet | None:
-    """Return the datasheet with this peak and bandwidth, if any."""
     for sheet in KNOWN.values():
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):

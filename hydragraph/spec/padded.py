@@ -17,7 +17,7 @@ _TYPES = "token_type_ids"
 _LABELS = ("labels", "shift_labels")
 _TOKENS = ("input_ids", MASK, _TYPES, *_LABELS)
 
-Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or a mapping of one or several
+Given = Tensor | Sequence[int] | Mapping[str, Any]
 Batches = Iterable[Given] | Mapping[str, Any]
 
 
@@ -47,7 +47,6 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch; a single sequence is one row."""
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydragraph.spec.stage_kind import StageKind, is_budget
 
-GRADIENTS = "gradients"  # value of a stage's `stream` if the stage streams only gradients
+GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class Stage:
 
     @classmethod
     def of(cls, devices: tuple[int, ...], layers: int, kind: StageKind, stream: bool | str = False) -> Stage:
-        """Return a stage of the given kind."""
         return cls(devices, layers, *kind[1:3], stream=stream, sums_in_pieces=kind.sums_in_pieces)
 
     @property
@@ -107,23 +106,20 @@ class Pipeline:
 
     @property
     def shape(self) -> tuple[tuple[int, StageKind, bool | str, bool, int], ...]:
-        """Description of the stages without their devices; pipelines of equal shape differ only in devices."""
+        """Description of the stages without their devices."""
         stages = zip(self.stages, self.rows, strict=True)
         return tuple((s.layers, s.kind, s.stream, s.offload, row) for s, row in stages)
 
     @property
     def interleaved(self) -> bool:
-        """Whether a group of devices runs several stages of the pipeline."""
         return len(set(self.rows)) < len(self.stages)
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
         return sum(stage.layers for stage in self.stages)
 
     @property
     def first_layers(self) -> tuple[int, ...]:
-        """The first layer of every stage."""
         return tuple(accumulate((stage.layers for stage in self.stages[:-1]), initial=0))
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def load_yaml(path: str | Path) -> object:
-    """Read a YAML file."""
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -29,7 +28,6 @@ def load_yaml(path: str | Path) -> object:
 
 
 def parse_yaml(text: str) -> object:
-    """Parse YAML text, as `load_yaml`."""
     try:
         data: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -71,7 +69,6 @@ def _mistake(error: yaml.YAMLError) -> str:
 def load_record(
     cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
-    """Read a YAML file into a dataclass; for the arguments, see `from_record`."""
     data = load_yaml(path)
     if data is None:
         raise ValueError(f"{path}: the file is empty: write {_example(cls)}")
@@ -132,7 +129,6 @@ def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
-    """Build a field's value; return scalars unchanged."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
         hint = records[0] if len(records) == 1 else hint  # the hint of an optional section
@@ -172,7 +168,6 @@ def to_record(value: Any) -> Any:
 
 
 def flow_yaml(value: object) -> str:
-    """Return a value as YAML on one line: `[{devices: [0, 1], layers: 5}]`."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=2**31).strip()
 
 

@@ -1,4 +1,4 @@
-"""Kinds of stages, and the parts of a stage on its ranks; they determine a block's graphs."""
+"""Kinds of stages, and the parts of a stage on its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ class StageKind(NamedTuple):
     """How a stage's ranks compute; stages of equal kinds run equal graphs.
 
     Attributes:
-        tp: the tensor-parallel degree.
         sequence_parallel, recompute, sums_in_pieces: as in `Stage`.
     """
 
@@ -28,7 +27,7 @@ class StageKind(NamedTuple):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The options in words, such as "sequence parallel" or "recomputed within a memory budget of 0.5"."""
+        """The options in words."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
         return (
             *["sequence parallel"] * self.sequence_parallel,
@@ -49,12 +48,10 @@ class StageKind(NamedTuple):
         return cls(int(match[1]), bool(match[2]), bool(match[3]) if budget is None else budget, bool(match[5]))
 
     def parts(self) -> tuple[StagePart, ...]:
-        """Return the part of each rank, in order."""
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Number of pieces with `sums_in_pieces`. More pieces would hide more, but each piece adds latency, and products of few
-# tokens are inefficient.
+# Number of pieces with `sums_in_pieces`. More pieces would hide more, but each piece adds latency.
 PIECES = 2
 # Memory budgets that the planner proposes; few, because each budget is compiled.
 BUDGETS = (0.75, 0.5, 0.25)
@@ -66,7 +63,6 @@ def is_budget(value: object) -> bool:
 
 
 def recompute_flag(recompute: bool | float) -> str:
-    """Return the flag of recomputation, such as "r" or "r0.5"; "" if it is off."""
     return "r" * bool(recompute) + ("" if isinstance(recompute, bool) else f"{recompute:g}")
 
 

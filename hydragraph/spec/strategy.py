@@ -35,8 +35,7 @@ class Strategy:
     gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both
     pipelines.
 
-    The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
-    `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5.
+    The same devices may run several stages of one pipeline, with the same flags (interleaved stages).
 
     Attributes:
         pipelines: pipelines with equal numbers of layers and, except for shared stages, different devices.
@@ -104,7 +103,6 @@ class Strategy:
 
     @property
     def layers(self) -> int:
-        """The model's number of layers."""
         return self.pipelines[0].layers
 
     @property
@@ -129,27 +127,23 @@ class Strategy:
 
     @property
     def shares(self) -> bool:
-        """Whether pipelines share a stage."""
         return len(self.joined) < len(self.pipelines)
 
     @property
     def interleaved(self) -> bool:
-        """Whether a pipeline has interleaved stages."""
         return any(pipeline.interleaved for pipeline in self.pipelines)
 
     @property
     def streams(self) -> bool:
-        """Whether a stage streams."""
         return any(stage.stream for pipeline in self.pipelines for stage in pipeline.stages)
 
     @property
     def offloads(self) -> bool:
-        """Whether a stage offloads activations."""
         return any(stage.offload for pipeline in self.pipelines for stage in pipeline.stages)
 
     @property
     def name(self) -> str:
-        """The strategy as text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>"."""
+        """The strategy as text for `parse`."""
         return format_strategy(self.pipelines, self.schedule)
 
     @property
@@ -174,8 +168,6 @@ class Strategy:
         )
 
     def renumbered(self, devices: Mapping[int, int]) -> Strategy:
-        """Return the same strategy on other devices."""
-
         def moved(stage: Stage) -> Stage:
             return replace(stage, devices=tuple(devices[device] for device in stage.devices))
 
@@ -259,7 +251,6 @@ class Strategy:
 
     @classmethod
     def from_dict(cls, data: object) -> Strategy:
-        """Build a strategy from the result of `to_dict`."""
         return from_record(cls, data)
 
 

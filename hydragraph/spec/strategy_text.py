@@ -151,7 +151,6 @@ class _TokenReader:
         return int(token.text), token
 
     def error(self, message: str, token: _Token, last: _Token | None = None) -> ValueError:
-        """Make an error that underlines `token`, or the text from `token` to `last`."""
         end = last or token
         width = max(end.start + len(end.text) - token.start, 1)
         shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, with unchanged columns

@@ -45,12 +45,10 @@ class Workload:
 
     @property
     def batches(self) -> tuple[tuple[int, ...], ...]:
-        """Lengths of the sequences in each mini-batch."""
         return tuple(map(tuple, self.lengths)) if self.lengths else ((self.length,) * self.sequences,)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(map(max, self.batches))
 
     @property

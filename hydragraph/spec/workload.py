@@ -23,7 +23,7 @@ class Sequence:
     Attributes:
         ids, labels: token ids and labels, [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: number of positions by which labels were shifted.
+        moved: number of positions that labels were shifted by.
         padding: padding value of each user-defined field, if it is not 0.
     """
 
@@ -35,7 +35,6 @@ class Sequence:
 
     @property
     def targets(self) -> int:
-        """Number of positions that contribute to the loss."""
         return int((self.labels != IGNORED).sum())
 
     def __len__(self) -> int:
