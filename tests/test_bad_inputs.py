@@ -48,7 +48,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hg.compile(llama(layers=2), STRATEGY, ready(llama(layers=2))),
         r"optimizer SGD: .*; pass a function .*lambda parameters: torch.optim.SGD\(parameters, lr=0.25\)",
     ),
-    "an optimizer's name": (lambda: hg.compile(llama(layers=2), STRATEGY, "adamw"), "optimizer: it is 'adamw'; pass"),
+    "an optimizer's name": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, "adamw"),
+        "optimizer: 'adamw' is not a function; pass",
+    ),
     "a wrong text": (lambda: hg.compile(llama(layers=2), "<tp1,pq1>"), r"(?s)<tp1,pq1>.*\^"),
     "a strategy of numbers": (lambda: hg.compile(llama(layers=2), [1, 1]), r"strategies are \[1, 1\]; pass a Strategy"),
     "no strategy": (lambda: hg.compile(llama(layers=2), None), "strategy is None; pass a Strategy"),

@@ -102,4 +102,5 @@ def test_all_values_are_those_of_the_cost_model() -> None:
     }
     # Figures within sentences.
     assert f"{fitting.memory[2].activations / 1e9:.1f} GB of activations" in PAGE.read_text()
-    assert f"{used.local_size(0) / 1e6:.1f} M) and does not own ({received / 1e6:.1f} M)" in PAGE.read_text()
+    assert f"each of the {received / 1e6:.1f} M parameters that it uses but does not own" in PAGE.read_text()
+    assert f"(it uses {used.local_size(0) / 1e6:.1f} M)" in PAGE.read_text()

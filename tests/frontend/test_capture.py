@@ -149,7 +149,7 @@ def classifier(kind: type[nn.Module]) -> nn.Module:
 
 def test_outputs_pooled_over_a_packed_row_are_refused() -> None:
     with pytest.raises(
-        Unsupported, match=r"LlamaForSequenceClassification: logits of .*use the ForTokenClassification"
+        Unsupported, match=r"LlamaForSequenceClassification: the logits of .*use the ForTokenClassification"
     ):
         capture(classifier(LlamaForSequenceClassification))
 

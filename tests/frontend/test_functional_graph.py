@@ -193,7 +193,8 @@ def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_
 
     block.forward = forward  # type: ignore[method-assign]
     with pytest.raises(
-        Unsupported, match=rf"not a parameter or buffer{re.escape(named)}, which is on the CPU only; register it"
+        Unsupported,
+        match=rf"not a parameter or buffer{re.escape(named)}, which is on the CPU only; register this tensor",
     ):
         capture(model, blocks="stack")
 

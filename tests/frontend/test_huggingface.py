@@ -135,7 +135,10 @@ def test_who_says_whether_it_is_causal() -> None:
             {"cu_seq_lens_q": None},
             "attention was called without cu_seq_lens_q, so packed sequences would see each other",
         ),
-        ({"attention_mask": torch.ones(1, 1, 5, 5)}, "an attention mask; pack sequences instead of padding them"),
+        (
+            {"attention_mask": torch.ones(1, 1, 5, 5)},
+            "the model passes an attention mask; pack sequences instead of padding them",
+        ),
         ({"position_bias": torch.ones(5, 5)}, "its attention takes a tensor 'position_bias'"),
     ],
 )

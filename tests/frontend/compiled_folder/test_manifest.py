@@ -144,12 +144,12 @@ def _hangs_a_link(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_swap, "SHA-256 differs|bytes, and manifest.json says"),
-        (_links_the_graphs, "it holds graphs and"),
+        (_swap, "SHA-256 differs|bytes, but manifest.json lists"),
+        (_links_the_graphs, "it contains graphs and"),
         (_links_a_file, "program.json is a link"),
         (_links_the_manifest, "its manifest.json is a link"),
         (_pipe_for_a_manifest, "not a plain file"),
-        (_hangs_a_link, "it holds graphs/more.json"),
+        (_hangs_a_link, "it contains graphs/more.json"),
     ],
 )
 def test_files_in_each_others_place_and_links_are_refused(folder: Path, change: Any, why: str) -> None:
