@@ -42,16 +42,11 @@ def test_importing_the_package_and_planning_import_no_torch() -> None:
 
 
 def test_a_rank_that_neither_traces_nor_plans_imports_no_compiler_and_no_solver() -> None:
-    compilers = "{'torch._dynamo', 'numba', 'scipy', 'triton'}"
-    code = f"import sys, hydragraph.engine.api; print(sys.modules.keys() & {compilers})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-def test_what_reads_a_compiled_folder_imports_no_compiler() -> None:
-    """Not even where a graph's sizes become symbols again, for which PyTorch would look up who asked."""
+    """Nor does one that reads a compiled folder, whose sizes become symbols: PyTorch would look up who asked."""
     code = """
 import sys
+import hydragraph.engine.api
+print(sys.modules.keys() & {"torch._dynamo", "numba", "scipy", "triton"})
 import hydragraph.frontend.compiled_folder.load, hydragraph.engine.executable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -61,4 +56,4 @@ compilers = {"functorch.compile", "torch._functorch.aot_autograd", "torch.export
 print(size.node.hint, sys.modules.keys() & compilers)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "64 set()"
+    assert done.stdout.split("\n")[:2] == ["set()", "64 set()"]

@@ -40,12 +40,12 @@ def compile_all(capability: int, every: bool) -> list[Report]:
     """Compile what is shipped for one compute capability (90 is sm_90); the process must not interpret kernels.
 
     Args:
-        every: all attention kernels with windows and caps, instead of those for bf16 heads of size 128 with both.
+        every: all attention kernels, instead of those for heads of size 128, with a window and a cap in bf16 only.
     """
     from hydragraph.kernels import adamw, dropout, linear_cross_entropy, slice_copy, triton_attention
 
     assert "TRITON_INTERPRET" not in os.environ
-    plain = ("D64", "D128", "D256", "_prepare bf16", "_prepare fp32", "bf16 D128 window cap")
+    plain = ("D128", "_prepare bf16", "bf16 D128 window cap")
     attention = (v for v in triton_attention.variants(divmod(capability, 10)) if every or v.name.endswith(plain))
     variants = chain(
         slice_copy.variants(), adamw.variants(), linear_cross_entropy.variants(), dropout.variants(), attention
