@@ -14,6 +14,7 @@ Formulas of the papers -> functions:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections
@@ -279,7 +280,7 @@ class Costs(Pricing):
     def _timeline(
         self, strategy: Strategy, counts: Sequence[int], work: Priced, curves: Curves | None = None
     ) -> Timeline:
-        return run(stage_actors(self.outline, strategy, counts, self.ranks), self.cluster, work, curves)
+        return run(_actors(self.outline, strategy, tuple(counts), self.ranks), self.cluster, work, curves)
 
     def simulate(self, strategy: Strategy, assignment: Assignment) -> Timeline:
         """Simulate one iteration, like `hg.simulate`."""
@@ -312,3 +313,7 @@ class Costs(Pricing):
             return self.of_strategies(strategy).memory(strategy, assignment)
         batches = micro_batches_of(strategy, assignment or self._filled(strategy))
         return tuple(self.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
+
+
+# Owners of the state and costs change between simulations of a strategy, but its instructions do not.
+_actors = lru_cache(maxsize=8)(stage_actors)
