@@ -28,6 +28,7 @@ class Compile(build_py):
     """Copy the package, and fill its folder of compiled code."""
 
     def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # else modules of an earlier build would be installed
         super().run()
         built = Path.cwd() if self.editable_mode else Path(self.build_lib).resolve()
         folder = built / "hydragraph" / "kernels" / "compiled"
