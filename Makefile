@@ -65,7 +65,7 @@ thorough: plans  ## every test, larger samples, and two thousand drawn modules (
 
 docs: $(STAMP)  ## build the documentation into site/, strictly
 	@$(BIN)/python -c "import mkdocs, mkdocstrings, material" 2>/dev/null || $(PIP) install -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 newcomer: $(STAMP)  ## follow README and getting started in a fresh environment without extras (minutes, 2 GB)
 	HYDRAGRAPH_TORCH=$(TORCH) $(BIN)/python -m pytest -m thorough -s tests/test_newcomer.py

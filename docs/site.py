@@ -60,15 +60,16 @@ def site_links(text: str, source: str) -> str:
         source: path of the page in the repository.
     """
 
+    page = PAGES.get(source, source.removeprefix("docs/"))
+
     def to_site(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
         if "://" in target or target.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        if path in PAGES:
-            return f"{label}({PAGES[path]}{anchor})"
-        if path.startswith("docs/"):
-            return f"{label}({path.removeprefix('docs/')}{anchor})"
-        return f"`{path}`"
+        if path not in PAGES and not path.startswith("docs/"):
+            return f"`{path}`"
+        on_site = PAGES.get(path, path.removeprefix("docs/"))
+        return f"{label}({posixpath.relpath(on_site, posixpath.dirname(page))}{anchor})"
 
     return _LINK.sub(to_site, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -128,3 +129,17 @@ def test_troubleshooting_quotes_what_errors_say() -> None:
     quoted = re.findall(r"^### (.+)$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     assert len(quoted) > 15
     assert not [text for text in quoted if text not in joined]
+
+
+def test_links_of_the_site_are_relative_to_their_page() -> None:
+    pytest.importorskip("mkdocs")
+    site_links = runpy.run_path(str(ROOT / "docs" / "site.py"))["site_links"]
+    for source, link, on_site in (
+        ("docs/design/planner.md", "../measurements/planner.md#plans", "../measurements/planner.md#plans"),
+        ("docs/design/planner.md", "../../README.md", "../index.md"),
+        ("docs/measurements/elastic.md", "../pictures/everything.png", "../pictures/everything.png"),
+        ("docs/costs.md", "design/planner.md", "design/planner.md"),
+        ("README.md", "docs/choose.md#one-gpu", "choose.md#one-gpu"),
+    ):
+        assert site_links(f"see [it]({link})", source) == f"see [it]({on_site})"
+    assert site_links("[it](../examples/demo.yaml)", "docs/costs.md") == "`examples/demo.yaml`"
