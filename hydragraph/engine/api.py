@@ -104,13 +104,13 @@ def capture(
 
     Args:
         model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
-        check: "auto" compares the captured graphs' loss and gradients on packed sequences with the model's on single
-            sequences, once for each structurally distinct block. "full" checks every block; "off" skips the check.
+        check: "auto" compares at least one block of each structure: loss and gradients of its captured graph on packed
+            sequences, and of the model on single sequences. "full" compares all blocks; "off" skips the check.
         compiled: folder of `hydragraph compile` to read the program from.
 
     Raises:
         Unsupported: the model cannot be captured, or the captured graphs differ from the model.
-        Refused: the folder is damaged, stale, or belongs to another model (a subclass of ValueError).
+        Refused: the folder is damaged, stale or of another model; a subclass of ValueError.
     """
     source = _Source(model, dtype, example, loss, blocks, check)
     if compiled is None:
@@ -154,28 +154,28 @@ def compile(
 
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
-            model gets its weights from `load` or, at the first step, from its own initializer (`torch.manual_seed`).
-        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, for every step to choose the fastest; or
-            "auto", which plans for `lengths` with `profile`, or measures the devices.
+            model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
+        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, from which each step takes the fastest;
+            or "auto", which plans for `lengths`, with `profile` or after measuring the devices.
         optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer. Tensors that
-            other ranks own are empty. It is also called after moves and with full shapes. None disables training.
+            other ranks own are empty. Moves call it again, and a check calls it with full shapes. None: no training.
         max_grad_norm: global norm to which gradients are clipped.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: device of this rank; by default a GPU if available.
         loss: function of the model's outputs and the packed batch that returns the loss summed over targets.
-        example, blocks, check: see `hydragraph.capture`. `check` also applies to a strategy before its first step.
+        example, blocks, check: see `hydragraph.capture`. `check` also covers a strategy's graphs before its first step.
         profile: result of `hydragraph profile`, or costs for devices that differ; None uses rough costs.
         lengths: sequence lengths of sample mini-batches.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
         program: result of `capture` for an equal model; pass `example` and `loss` only to `capture`.
-        progress_s: maximum seconds of waiting without progress on any rank; then all ranks write stacks and raise.
+        progress_s: seconds without progress on any rank after which all ranks write their stacks and raise.
         home: each rank's share of the state, also as text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
-        trust: whether to load the folder's Inductor code, which can do anything that you may.
-        joining: whether to join running ranks by `Executable.move`; pass a meta model and the ranks' other arguments.
-        deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum bytes of fp32 gradients in flight, and as many weights; None allows two of the largest blocks.
+        trust: whether to load the folder's Inductor code, which runs with your permissions.
+        joining: whether to join running ranks later (`Executable.move`); pass a meta model, otherwise their arguments.
+        deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
+        window: maximum bytes in flight, for fp32 gradients and for weights each; None: up to twice the largest block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -229,7 +229,7 @@ def _checked_options(
     check_factory(optimizer)
     mode_of(check)
     if window is not None and window < 0:
-        raise ValueError(f"compile: window is {window}: give a number of bytes, or None for two of the largest blocks")
+        raise ValueError(f"compile: window is {window}: give a number of bytes, or None for the default")
     if push_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
     if deterministic and push_dtype != torch.float32:
@@ -300,7 +300,7 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
     """Compile the graphs of the known strategies for all ranks of a machine.
 
-    Return None for a single rank, for Inductor, or if a strategy does not fit. Every rank then reports the misfit.
+    Return None for a single rank, for Inductor, or if a strategy does not fit, which every rank reports later.
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -354,7 +354,7 @@ def _check_origin(program: Program, source: _Source) -> None:
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
     """Compile a program's templates for strategies; not for Inductor, which caches its code on disk.
 
-    While the result exists, executables of this process and of ranks forked from it (`launch`) reuse its graphs.
+    While this process keeps the result, its executables and those of forked ranks (`launch`) reuse the graphs.
     """
     variants = Variants(program, added=True, cache=VariantCache())
     variants.compile(strategies)
@@ -396,10 +396,10 @@ class RankPrograms(Sequence[RankProgram]):
 
         Args:
             cluster: a Cluster, whose devices and links are priced from their datasheets, or Costs.
-            tokens: length of each micro-batch's single sequence, as one number for all pipelines or one per pipeline.
+            tokens: length of the only sequence of a micro-batch, as one number for all pipelines or one per pipeline.
             efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.
-            home: owners of the state; None uses the owners that `compile` chooses. Costs have their own home.
+            home: owners of the state on a Cluster (Costs have their own); None uses the owners that `compile` chooses.
         """
         from hydragraph.cost.datasheet import datasheet
 
@@ -428,7 +428,7 @@ def lower(
 
 
 def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
-    """Simulate one iteration of a strategy; return the times of every rank's instructions and its memory.
+    """Simulate one iteration of a strategy; return every rank's instruction times and memory.
 
     Raises:
         ValueError: the arguments do not fit together.

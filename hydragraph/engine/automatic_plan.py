@@ -1,8 +1,8 @@
 """Planning without files, for `strategies: auto`.
 
 Planning measures devices and links (`engine.discovery`), and also blocks unless their times are cached. Times that are
-too noisy for a fit are measured again, for longer. If one type of device still has no usable times, all types are
-priced by the model's operations.
+too noisy for a fit are measured again, for longer. If one type of device still has no usable times, the costs of
+all types come from operation counts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# Number of repetitions and of token counts in a first and in a longer attempt.
+# (repetitions, number of token counts) of the first attempt and of a longer one.
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
 # Maximum seconds of one block in the longest measured micro-batch.
 BLOCK_S = 1.0
-# Sequences per rank, and tokens per sequence, that are assumed without `lengths`.
+# Assumed (sequences per rank, tokens per sequence) without `lengths`.
 ASSUMED = (4, 512)
 
 
@@ -107,7 +107,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
                 if more:
                     raise
             else:
-                # If only streaming fits, plans with recomputation may be faster.
+                # Plans with recomputation may be faster than plans that stream.
                 if more or not any(strategy.streams for strategy in answer.strategies):
                     lines = _lines(
                         costs, discovered, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed
@@ -184,7 +184,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     """Return the model's costs on the discovered devices, equal on all ranks, and a text on their origin.
 
     Args:
-        more: whether to include stages with sequence parallelism and recomputation.
+        more: whether to include stages with sequence parallelism or recomputation.
     """
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
@@ -199,7 +199,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         profile = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
         if not any(type_profile.unfit for type_profile in (profile, *profile.others)):
             break
-    assert profile is not None, "there is an attempt"
+    assert profile is not None, "ATTEMPTS is not empty"
     source = _of_first(groups, f"measured in {time.monotonic() - began:.1f} s")
     every = (profile, *profile.others)
     if not all(type_profile.pieces for type_profile in every):

@@ -1,6 +1,6 @@
 """Compilation and check of new strategies' graphs in the background during training.
 
-One rank of each machine starts a low-priority process. All ranks read the results when every machine has its result.
+One rank of each machine starts a low-priority process. All ranks read the results once every machine has a result.
 If a process dies or takes longer than LIMIT_S seconds, ranks compile a strategy when they first run it.
 """
 
@@ -94,7 +94,7 @@ class Beforehand:
                 self._process.kill()
             if not self._closed:
                 _LOG.warning(
-                    "new strategies cannot be prepared alongside training, so ranks prepare them when they switch: %s",
+                    "new strategies are not prepared alongside training, but when ranks switch to them: %s",
                     error,
                 )
 
@@ -104,7 +104,7 @@ class Readying:
     """Preparation of a rank for new strategies.
 
     Attributes:
-        check: check of new strategies; None if another rank of this machine, or no rank, runs the check.
+        check: check of new strategies; None if this rank does not run it.
     """
 
     variants: Variants
@@ -123,7 +123,7 @@ class Readying:
         except (OSError, ValueError, RuntimeError) as error:
             _LOG.warning("the graphs of new strategies cannot be read, so this rank compiles them: %s", error)
             return ""
-        assert isinstance(prepared, Made), "a preparing process writes Made"
+        assert isinstance(prepared, Made), "a preparing process writes only a Made"
         if prepared.variants is not None:
             self.variants.adopt(prepared.variants)
         if self.check is not None:

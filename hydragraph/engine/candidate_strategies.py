@@ -65,8 +65,8 @@ def candidates_of(
     """Return the checked strategies to choose from.
 
     Args:
-        given: one strategy, several strategies, or "auto", which proposes strategies for the data, or plans them for
-            devices that differ.
+        given: one strategy, several strategies, or "auto", which finds strategies for the data, with `hg.plan` if
+            devices differ.
         batches: sequence lengths of sample mini-batches; required by "auto".
         home: owners of the state, for "auto"; None means equal shares.
 
@@ -118,7 +118,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose the owners of the state on rank 0 for all ranks; return a home without a rule unchanged.
+    """Choose the owners of the state on rank 0 for all ranks; return a home whose rule is None.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -174,7 +174,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best strategy for the sample, and the strategies that gain most if every iteration chooses one."""
+    """Return the best single strategy for the sample, then alternatives that save most time if steps may choose."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -226,7 +226,7 @@ def at_once_among(
     home: Home,
     running: Sequence[Strategy],
 ) -> Strategy | None:
-    """Search quickly for a good strategy on devices that differ, while all ranks wait; return None if there is none.
+    """Search quickly for a good strategy on devices that differ, while all ranks wait; return None if none is found.
 
     Args:
         running: strategies that ran before, best first.

@@ -23,7 +23,7 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Calls allowed while a loop or a context of an executable is open, and the reason."""
+    """Calls allowed while a loop or a context of an executable is open, and why other calls are refused."""
 
     calls: tuple[str, ...]
     why: str
@@ -42,7 +42,7 @@ class CollectiveCalls:
         if self._closed:
             raise ValueError(f"{what}: this executable is closed; call {what} before close(), or compile again")
         if self._promised is not None and what != "step":
-            raise ValueError(f"{what}: all ranks have promised a step: train this step first, or do not promise a step")
+            raise ValueError(f"{what}: all ranks have promised the next step: train that step first")
         if self._restricted is not None and what not in self._restricted.calls:
             raise ValueError(f"{what}: {self._restricted.why}")
 

@@ -1,4 +1,4 @@
-"""Part of an executable that does not depend on the ranks."""
+"""Rank-independent part of an executable."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class CompiledModel:
     """Captured model in one process, independent of the ranks.
 
     Attributes:
-        tensors: state-dict key -> canonical name of the parameter or buffer with its value.
+        tensors: state-dict key -> canonical name of its parameter or buffer.
         shell: the model without weights, or None for a model that is not from transformers.
         adapted: whether the model is a peft model.
-        check: comparison of stages with unsharded blocks before a strategy's first step, or None on ranks without it.
-        state: detector of the user's changes after compilation.
+        check: check of a strategy's graphs before its first step; None if this rank does not run it.
+        state: detector of changes that the user makes to the model after compilation.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The degree is the smallest that fits, because a smaller degree also fits fewer ranks.
+    The degree is the smallest that fits, because strategies of a smaller degree also run on fewer ranks.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None

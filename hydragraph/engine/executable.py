@@ -65,8 +65,8 @@ class Executable(Membership):
         """Train on one global mini-batch, identical on every rank.
 
         Args:
-            sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels or shift_labels, and
-                [L, ...] for each custom field in compile's example=. The loss ignores labels of -100. Causal models
+            sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels or shift_labels, and a
+                tensor [L, ...] per custom field of compile's example=. The loss ignores labels of -100. Causal models
                 shift labels; shift_labels are already aligned with the predictions. A mapping may also be a batch
                 [B, L] with an attention_mask for padding on the right.
             strategy: strategy for this step, or its text; by default, the strategy given to `compile`, or the best of
@@ -117,8 +117,8 @@ class Executable(Membership):
                 supported with Inductor.
 
         Raises:
-            Unsupported: a strategy does not fit, this rank does not plan, or the previous request has just become
-                ready.
+            Unsupported: a strategy does not fit, this rank does not plan, or strategies of the previous call have just
+                become ready.
         """
         if not self._chooser.plans:
             raise Unsupported(
@@ -163,7 +163,7 @@ class Executable(Membership):
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a joining rank's device is not of its seat's type; all ranks must call this.
+        """Measure all devices again if a joining device is of another type than its seat's; all ranks must call this.
 
         Return whether the devices were measured.
         """
@@ -214,7 +214,7 @@ class Executable(Membership):
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return each sequence's summed log-probability of its targets given the preceding tokens; change no state.
+        """Return the summed log-probability of each sequence's targets, given the preceding tokens; change no state.
 
         Args:
             sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 are ignored.
@@ -275,7 +275,7 @@ class Executable(Membership):
         if not dtype.is_floating_point:
             raise ValueError(f"weights: dtype {dtype} is not a floating dtype; give torch.bfloat16 or torch.float32")
         if not to or len(set(to)) < len(to) or not set(to) <= set(range(self.ranks)):
-            raise ValueError(f"weights: to={tuple(to)} must name ranks from 0 to {self.ranks - 1}, each once")
+            raise ValueError(f"weights: to={tuple(to)} must list different ranks from 0 to {self.ranks - 1}")
         self.groups.same_everywhere("dtype and ranks of weights()", f"{dtype} {sorted(to)}")
         weights = PublishedWeights(self._compiled, self._session, dtype)
         self._holding.begin()
@@ -283,7 +283,7 @@ class Executable(Membership):
         if self.rank not in to:
             return iter(list(pieces))  # this rank takes part although its loop is empty
         self._restricted = Restriction(
-            ENDS, "a loop over weights() has not ended; finish the loop, or leave it with break, first"
+            ENDS, "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
         return pieces
 
@@ -346,7 +346,7 @@ class Executable(Membership):
             extra: plain data that `load` returns.
             asynchronous: whether to return once this rank's shards are copied to CPU memory, and to write in the
                 background. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
-                write; the first of these calls or the next step raises its error on every rank.
+                write; the first of these calls or the next step raises an error of the write on every rank.
         """
         self._holding.begin()
         changed = self._compiled.state.changed_weights()

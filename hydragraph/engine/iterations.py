@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 PROBED_EVERY = 4  # steps
 RECENT = 4  # strategies
 
-_Running = tuple[Strategy, tuple[int, ...], Purpose]  # the second part has the micro-batch counts
+_Running = tuple[Strategy, tuple[int, ...], Purpose]  # strategy, micro-batch counts, purpose
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class IterationRunner(CollectiveCalls):
     @property
     def _chooser(self) -> Chooser:
         if self._choosing is None:
-            raise ValueError("this executable has joined no ranks yet: call move first")
+            raise ValueError("this executable has not joined the other ranks yet: call move first")
         return self._choosing
 
     @property
@@ -174,14 +174,14 @@ class IterationRunner(CollectiveCalls):
     ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
-        Raise an agreed error on all ranks if the call is invalid, a save has failed or ranks differ. Raise `Stopped` if
+        Raise an agreed error on all ranks if the call is invalid, a save has failed or calls differ. Raise `Stopped` if
         a rank was asked to stop.
         """
         promised = self._promised
         if promised is not None:
             if not promised.is_of(sequences, given, divide_by):
                 raise ValueError(
-                    "step: all ranks have promised another mini-batch or strategy: pass the promised arguments"
+                    "step: the arguments differ from those that all ranks have promised: pass the promised arguments"
                 )
             self._promised = None
             call, ranks = promised.agreed
@@ -194,7 +194,7 @@ class IterationRunner(CollectiveCalls):
             except Exception as error:
                 agreed(error)
                 raise
-            raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
+            raise AssertionError("waiting for a failed save raises on every rank")
         if not ranks.same:
             same = self._session.groups.same_everywhere
             try:
@@ -204,7 +204,7 @@ class IterationRunner(CollectiveCalls):
                 same("mini-batch, strategy or call", own)
             except ValueError as error:
                 raise agreed(error) from call.refused
-            raise AssertionError("digests differ, so the agreement fails")
+            raise AssertionError("ranks whose digests differ must fail to agree")
         if call.refused is not None:
             raise agreed(call.refused)
         if ranks.stopping:

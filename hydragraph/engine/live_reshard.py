@@ -1,4 +1,4 @@
-"""Handover of state to new owners during a step, which the current owners complete.
+"""Handover of state to new owners while the current owners complete a step.
 
 Between two updates only gradients change. The new owners therefore get weights and moments while a step computes, get
 the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either all
@@ -19,7 +19,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
 
-CHUNK = 16 << 20  # bytes: bounds how long an instruction waits for packing
+CHUNK = 16 << 20  # bytes packed at a time; limits how long an instruction waits
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"
@@ -43,7 +43,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Start moving the state whose owners differ in a new, unfilled session; all ranks must call this."""
+        """Start moving the state that has other owners in a new, unfilled session; all ranks must call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
@@ -85,7 +85,7 @@ class Handover:
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
             # Values such as the learning rate may have changed since the start.
             own = plain_state(old, self.ending.optimizer)
-            assert own is not None, "it has an optimizer"
+            assert own is not None, "plain_state returns None only without an optimizer"
             plain = merged([Plain(**own), *self._plains])
             restore_optimizer(_WHAT, new, self.arriving.optimizer, plain, self._state.states)
         self.arriving.log.progress = self.ending.log.progress

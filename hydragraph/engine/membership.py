@@ -143,7 +143,7 @@ class Membership(IterationRunner):
 
     @property
     def may_stream(self) -> bool:
-        """Whether stages may stream."""
+        """Whether strategies with streaming stages may run."""
         return self._compiled.may_stream
 
     def leave(self) -> None:
@@ -174,7 +174,7 @@ class Membership(IterationRunner):
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
-        """Continue in another world or under another home; all ranks of the new world must call this.
+        """Continue with other ranks or other owners of the state; all ranks of the new world must call this.
 
         Call `move` after a failure or between two steps; joining ranks use an executable compiled with `joining=True`.
         The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, all ranks
@@ -184,7 +184,7 @@ class Membership(IterationRunner):
         Args:
             world: this process's place in the new world, with an initialized process group, or the current world.
             home: new owners of the state, or None for the home given to `compile`.
-            before: each new rank's old rank, or None for a joining rank. Old ranks that are not listed are lost.
+            before: previous number of each new rank, or None for a joining rank; unlisted previous ranks are lost.
             restore: checkpoint as for `load`, which all ranks read if a part of the state is lost; joining ranks must
                 pass it too.
             strategy: strategies to choose from, or None for the current strategies, which must fit the new ranks.

@@ -62,7 +62,7 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
-        """Return and remove the plan of a mini-batch; return None if it was not requested or is late."""
+        """Return and remove the plan of a mini-batch; return None if the plan was not requested or is late."""
         with self._changed:
             if lengths not in self._plans:
                 return None
@@ -106,7 +106,7 @@ class PlanService:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # Otherwise its step has used the quick plan, or the request has changed.
+                # Discard the plan if its step has used the quick plan, or if the request has changed.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()

@@ -7,7 +7,7 @@
             hg.survive(exe, failure)
 
 `survive` connects the ranks again in the same processes, moves the state to new owners and chooses a strategy that
-fits. The interrupted step is finished by `survive` or repeated by the loop.
+fits. Either `survive` finishes the interrupted step, or the loop repeats it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Survived:
         joined: current numbers of new ranks.
         restored: step of the checkpoint that was read, or None if no state was lost.
         received: bytes of state received from other ranks.
-        seconds: time from this rank's failure to the arrival of the state.
+        seconds: time from this rank's exception to the arrival of the state.
         why: description of the failure.
         ending: reason why these ranks may only save and end, or "" if they continue.
         read: bytes of pieces that this rank read, by kind of storage: "memory", "disk" and "store".
@@ -106,9 +106,9 @@ def meet_again(
         newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
             first rank that has one.
         soon: whether to use the first good strategy instead of searching for the best.
-        rates: rates of slow members, on the rank that monitors them.
-        pieces: this rank's pieces, if all ranks have pieces; ranks read them instead of the checkpoint if they are
-            newer.
+        rates: slowdowns of slow members, on the rank that monitors members.
+        pieces: this rank's checkpoint pieces, if all ranks have pieces; ranks read the newer of pieces and
+            checkpoint.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):

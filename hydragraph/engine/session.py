@@ -72,7 +72,7 @@ class Session:
         """Connect the ranks of a world and give each rank its share of the state; all ranks must call this.
 
         Args:
-            alike: texts by name that must be identical on all ranks.
+            alike: named texts that must be identical on all ranks.
             log: progress of the state that `fill` provides, if this state is not new.
             ending: session of the same world whose communicators and unmoved state are reused.
 
@@ -113,7 +113,7 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return this rank's inputs of `compare` as a message for a commit, which `RanksCompared.of` reads.
+        """Return the inputs of `compare` as this rank's message at a commit; `RanksCompared.of` reads all messages.
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
@@ -135,7 +135,7 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            says: function that is called after this rank's computation and returns its message to all ranks (`saying`).
+            says: function called after this rank's computation; it returns this rank's message to all ranks (`saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}
@@ -169,7 +169,7 @@ class Session:
         Args:
             shards, names: as for `gather`; buckets without parameters in `names` are skipped.
             to: ranks that receive the tensors, on their devices; other ranks get {}.
-            dtype: function from parameter names to the dtype in which they arrive; None means the dtype of the shards.
+            dtype: function from a bucket's parameter names to the dtype to send; None means the dtype of the shards.
         """
         world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -191,7 +191,7 @@ class Session:
         self.log.updating()
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
-        assert self.optimizer is not None, "a program that updates was compiled with an optimizer"
+        assert self.optimizer is not None, "only a program compiled with an optimizer can update"
         self.home.attach_gradients()
         self.optimizer.step()
         self.log.updated(norm)

@@ -22,7 +22,7 @@ GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
 GLOBAL_TOLERANCE = 1e-7  # added tolerance relative to the norm of all gradients, for gradients that are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
-# Function from a sequence's number in the mini-batch (-1 for no dropout) and its length to a context with its masks.
+# Maps a sequence's number in the mini-batch (-1: no dropout) and its length to a context that applies dropout masks.
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
@@ -127,9 +127,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)
     if different:
-        raise ValueError(
-            f"strategy {strategy}: it and the reference have gradients of different parameters: {different}"
-        )
+        raise ValueError(f"strategy {strategy} and the reference have gradients of different parameters: {different}")
     everything = math.sqrt(sum(float(g.double().square().sum()) for g in expected.gradients.values()))
     rows = []
     for name, gradient in expected.gradients.items():

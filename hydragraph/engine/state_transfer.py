@@ -38,7 +38,7 @@ class Moved:
 
     Attributes:
         step: last step that the state includes, identical on all ranks.
-        finished: whether the move finished this step after it had raised an error on this rank. If so, step your
+        finished: whether the move finished this step, which had raised an error on this rank. If so, step your
             learning-rate scheduler once more.
         restored: step of the checkpoint that was read, or None if no state was lost.
         read: bytes of pieces that this rank read, as in `recovery.Survived`.
@@ -58,7 +58,7 @@ class Brought:
     """Result of filling a session.
 
     Attributes:
-        restored: whether a checkpoint was read, which then provides `extra` and `buffers`.
+        restored: whether `extra` and `buffers` come from a checkpoint.
         received: bytes received from other ranks.
     """
 
@@ -142,7 +142,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
-        assert meeting.leader is not None, "no state is lost, so a rank holds it"
+        assert meeting.leader is not None, "if no state is lost, some rank holds it"
         parts = [plains[meeting.leader], *(plain for plain in plains if plain is not None)]
         plain = merged([Plain(**part) for part in parts])
         optimizer = session.optimizer
@@ -151,11 +151,11 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
-    """Read the complete state: all parts must be of one step, and survivors are ahead of the checkpoint."""
+    """Read the complete state, because surviving parts are of a later step than the checkpoint."""
     if restore is None and nobody:
         raise ValueError(
-            "move: all ranks that had the state are lost, and nothing was saved: start again, or give a checkpoint "
-            "with restore="
+            "move: all ranks that had the state are lost, and no checkpoint is given: start again, or give a "
+            "checkpoint with restore="
         )
     if restore is None:
         name, intervals = next(iter(route.lost.items()))
@@ -188,7 +188,7 @@ def read(session: Session, restore: Restore) -> Brought:
         pieces.last = None  # the next pieces start another series
         if recovered is not None:
             return _taken(session, recovered)
-    assert path is not None, "without a path, recover returns or raises"
+    assert path is not None, "recover returns None only if a path is given"
     saved = save_and_load.load(path, session.home, session.optimizer, groups)
     session.log.restored(int(saved["steps"]))
     # Earlier versions wrote no buffers.

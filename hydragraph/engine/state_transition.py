@@ -4,7 +4,7 @@
     none         none             a rank that was compiled to join others
     A            none             the rank trains with A
     A            B, incomplete    a move or a handover during a step fills B; a failure discards B
-    A            B, complete      the rank switches to B, or may have to if the last meeting failed
+    A            B, complete      the rank switches to B; after a failure, the next meeting decides
     B            none             the rank trains with B
 
 When ranks meet again, they agree on whether to use a complete B.
@@ -38,13 +38,13 @@ class Holding:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0  # generation of the arriving session
-        self._called: tuple[int, ...] = ()  # this process's ranks since the last switch
+        self._called: tuple[int, ...] = ()  # rank numbers of this process since the last switch
 
     @property
     def session(self) -> Session:
         """Current session; raises ValueError if there is none."""
         if self.held is None:
-            raise ValueError("this executable has joined no ranks yet: call move first")
+            raise ValueError("this executable has not joined the other ranks yet: call move first")
         return self.held
 
     @property
@@ -94,7 +94,7 @@ class Holding:
         self._ahead = generation
 
     def take(self) -> None:
-        assert self._arriving is not None, "it has arrived"
+        assert self._arriving is not None, "only an arriving session can be taken"
         self.held = kept(self._arriving, self.held)
         self.generation = self._ahead
         self._arriving = None

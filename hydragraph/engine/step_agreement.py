@@ -1,6 +1,6 @@
-"""Agreement on the next step at the end of the current step, so that ranks wait for a slow rank once per step.
+"""Agreement on the next step at the end of the current step, so that ranks wait for a slow rank only once per step.
 
-Ranks check the promised mini-batch before they commit the current step, and the commit compares its digests.
+Ranks check the promised mini-batch before they commit the current step, and compare its digests at the commit.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Promise:
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        assert self.call is not None, "ranks compare what they have checked"
-        assert self.ranks is not None, "ranks have met at a commit"
+        assert self.call is not None, "a promise is agreed only after its arguments are checked"
+        assert self.ranks is not None, "a promise is agreed only at a commit"
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:

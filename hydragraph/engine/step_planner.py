@@ -110,7 +110,7 @@ class IterationPlanner:
 
     def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
         if planned.choice is None:
-            raise planned.error or AssertionError("an answer is a choice or an error")
+            raise planned.error or AssertionError("an answer without a choice has an error")
         choice = planned.choice
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
@@ -121,7 +121,7 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Plan with the last candidate, whose programs exist, or the candidate that runs the longest sequences."""
+        """Plan with the last candidate if it runs all sequences, else with the candidate that runs the longest."""
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

@@ -1,4 +1,4 @@
-"""History of strategies on earlier sets of ranks, by seat: recoveries renumber ranks but not seats."""
+"""History of strategies on earlier sets of ranks, by seat, because recoveries renumber ranks but not seats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Era:
-    """One set of ranks that met and trained; its `strategies`, most recent first, name seats instead of ranks."""
+    """One set of ranks that trained together. Its `strategies`, most recent first, contain seats instead of ranks."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]

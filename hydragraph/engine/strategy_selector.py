@@ -47,7 +47,7 @@ class Chooser:
     """Chooser of every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
 
     Args:
-        before: the previous chooser, which is closed and whose planning processes are reused.
+        before: the previous chooser; this chooser closes it and reuses its planning processes.
 
     Attributes:
         decision: on rank 0, a sentence on whether one strategy is kept, or "".
@@ -114,7 +114,7 @@ class Chooser:
         """Choose from other strategies, on the planning rank; `Executable.choose_from` documents the arguments.
 
         Raises:
-            Unsupported: the previous request has just become ready.
+            Unsupported: the strategies of the previous call have just become ready.
         """
         if self._ready:
             raise Unsupported(
@@ -151,7 +151,7 @@ class Chooser:
         message = _Told(plan) if change is None else _Told(plan, change.strategies, change.ready_first)
         received = self._groups.tell(message)
         self._follow(received)
-        assert received.plan is not None, "rank 0 plans"
+        assert received.plan is not None, "rank 0 always sends a plan"
         return received.plan
 
     def _replan(self) -> None:
