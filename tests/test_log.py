@@ -74,7 +74,7 @@ def test_a_run_tells_its_events_in_order(
         ("1", "checkpoint.save_and_load", r"began checkpoint .*step-1"),
         ("1", "checkpoint.save_and_load", r"wrote checkpoint .*step-1 in \d+\.\d\d s"),
         ("2", "passes.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1, recomputed in \d+\.\d\d s"),
-        ("2", "check", r"checked the graphs of ranks under <tp1r>: .*"),
+        ("2", "check", r"checked the graphs of stages of kind <tp1r>: .*"),
         ("2", "executable", r"prepared strategy <\[0\]x1r>@\w+ \(train\) .*"),
         ("3", "checkpoint.folder", r"deleted checkpoint .*step-1: only the newest 2 are kept"),
         ("4", "executable", r"a rank was asked to stop \(15\): the next step does not start"),

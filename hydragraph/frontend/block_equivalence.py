@@ -22,7 +22,7 @@ _LARGEST = 1 << 20  # maximum elements of a constant tensor that is compared by 
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation, or None if it is unknown; `hints` maps symbols to example sizes."""
+    """Return a digest of a block's computation, or None if there is none; `hints` maps symbols to example sizes."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 

@@ -76,7 +76,7 @@ def capture(
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
             custom module is called with the batch fields that its forward's parameters name. If its only required
-            parameter is not a field name, such as `batch`, the module is called with the whole dict. Each block takes
+            parameter, such as `batch`, is not a field name, the module is called with the whole dict. Each block takes
             the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
             interact only in `hydragraph.varlen_attention`.
         example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels

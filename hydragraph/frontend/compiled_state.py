@@ -1,6 +1,6 @@
 """Detection of changes to a compiled model's Python state, which compiled graphs would ignore.
 
-Changes without a version counter (`p.data.zero_()`, NumPy) and changes inside nested objects are not detected.
+Changes that no version counter records (`p.data.zero_()`, NumPy) and changes inside nested objects are not detected.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Now = Callable[[], Mapping[str, Any] | None]
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one owner, as of compilation.
+    """Attributes or variables of one owner at compilation.
 
     Attributes:
         now: returns the current values, or None if the owner no longer exists.

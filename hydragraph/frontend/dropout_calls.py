@@ -30,7 +30,7 @@ INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 
 def number_calls(graph: fx.GraphModule, where: str) -> None:
-    """Replace PyTorch's dropout by hydragraph's, and number the calls in order."""
+    """Replace PyTorch's dropout with hydragraph's, and number the calls in order."""
     numbers = itertools.count()
 
     def visit(module: fx.GraphModule) -> None:

@@ -146,7 +146,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)
             outside = {n: n.name for n in placeholders_of(body)}
-            _refuse_writes(body, outside, "under torch.no_grad() into a value made outside it", where)
+            _refuse_writes(body, outside, "under torch.no_grad() into a value from outside", where)
             _refuse_unseen_writes(body, where)
     detached = {n: n.name for n in graph.graph.nodes if n.target is aten.detach.default}
     _refuse_writes(graph, detached, "through .detach()", where)
@@ -206,7 +206,7 @@ def _refuse_random(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
         attends = "scaled_dot_product" in str(node.target)  # refused later
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
-            what = f"{node.target} draws random numbers, but each rank would draw different numbers"
+            what = f"{node.target} draws random numbers, which would differ between ranks"
             remedy = "use torch.nn.functional.dropout, or disable randomness with model.eval() or model.dropout: false"
             raise Unsupported(what, where=where, remedy=remedy)
 

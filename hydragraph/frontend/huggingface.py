@@ -44,7 +44,7 @@ def attention(
     """Compute attention within packed sequences for transformers, from [B, H, T, D] to [B, T, H, D].
 
     Raises:
-        Unsupported: packed attention cannot use the mask, a tensor option, or a limit together with dropout.
+        Unsupported: packed attention cannot use the mask, a tensor option, or dropout with a window or other limit.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -190,7 +190,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the padding id of a RoBERTa-like model, which starts positions after this id and skips it, or None."""
+    """Return the padding id of a RoBERTa-like model, whose positions start after this id and skip padding, or None."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)

@@ -24,7 +24,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum length before longrope changes its frequencies and the name of its config setting, or None."""
+    """Return longrope's maximum length for short-sequence frequencies and the config setting's name, or None."""
     name = "original_max_position_embeddings"
     original_lengths = [
         int(most)

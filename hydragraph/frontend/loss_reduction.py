@@ -3,7 +3,7 @@
 loss = nll.mean()                      a mean over tokens
 loss = cross_entropy(x, y)             a mean too: reduction="mean" is PyTorch's default
 loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
-loss = nll.sum() / temperature         a sum
+loss = nll.sum() / temperature         a sum, so accepted
 loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
 """
 

@@ -25,7 +25,7 @@ Pattern = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Marker:
-    """Placeholder for a mask; a model may pass it to its layers but not read it.
+    """Placeholder for a mask, to be passed to layers but not read.
 
     Attributes:
         both_ways: whether queries also attend to later keys.
@@ -136,7 +136,7 @@ def _name(pattern: Pattern) -> str:
 def _limit(pattern: Pattern) -> tuple[str, int] | str:
     captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
     name = _name(pattern)
-    # transformers' bidirectional window includes keys at exactly the given distance.
+    # A bidirectional window of transformers includes keys at exactly the given distance.
     if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
         return "window", captured["sliding_window"] + _WINDOWS[name]
     # Chunks start at the first token, as we pass no padding.

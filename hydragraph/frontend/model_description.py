@@ -1,4 +1,4 @@
-"""Text descriptions of a model's parts that are equal in every process."""
+"""Text descriptions of a model's parts, equal in every process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Unknown(Exception):  # noqa: N818
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return a module's remaining attributes as sorted (name, text) pairs, or raise Unknown."""
+    """Return a module's attributes except `_HELD` as sorted (name, text) pairs, or raise Unknown."""
     attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:

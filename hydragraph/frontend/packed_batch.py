@@ -50,7 +50,7 @@ def pack(
 
     Args:
         multiple: a sequence without targets pads the token count to a multiple of this, and to at least 2.
-        several: pad a single sequence too, so that the batch has two.
+        several: whether to add a padding sequence to a single sequence, so that the batch has two.
         unplaced: token id that gets position -1 and does not advance positions.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Sharding rules for parameters that all their blocks agree on, and annotation of templates."""
+"""Sharding rules on which all blocks with a parameter agree, and annotation of templates."""
 
 from __future__ import annotations
 

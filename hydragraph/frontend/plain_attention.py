@@ -1,4 +1,4 @@
-"""Replacement of PyTorch's attention over a row with attention within packed sequences.
+"""Replacement of PyTorch's attention over a whole row by attention within packed sequences.
 
 Later passes reject calls with a mask or dropout.
 """

@@ -23,7 +23,7 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 
 @contextmanager
 def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | None = None) -> Iterator[None]:
-    """Make an equal model use a program's dropout masks while it computes one sequence.
+    """Make an equal model use a program's dropout masks while the model computes one sequence.
 
     Args:
         keys: dropout keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
@@ -118,7 +118,7 @@ class _Masks(TorchFunctionMode):
         place = self._next() if dropout_p > 0 else None
         if place is None or place not in self._calls:
             return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=enable_gqa)
-        # With an identity matrix as values, attention returns its probabilities.
+        # If the values are an identity matrix, attention returns its probabilities.
         keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         length = key.shape[2]
         identity = torch.eye(length, dtype=query.dtype).expand(1, query.shape[1], length, length)

@@ -25,7 +25,7 @@ from hydragraph.private.tracing import TensorSpec, untraced
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
 def block_op(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
-    """Placeholder for one block during capture, which never runs."""
+    """Placeholder for one block during capture; it never runs."""
     raise AssertionError("hydragraph::block is a placeholder")
 
 
@@ -47,7 +47,7 @@ class BlockCall:
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
     form: str  # expected form of the output, from a similar block
-    feeds: tuple[int, ...] | None = None  # if one node has all blocks: indices of this block's other inputs
+    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of this block's other inputs
 
     def called(self) -> str:
         """Return a digest of the arguments; only the shapes and dtypes of tensors count."""
@@ -76,7 +76,7 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "its output has a different form from that of a block that differs only in its index"
+            what = "its output has another form than that of an equal block with another index"
             raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same form")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
@@ -235,7 +235,7 @@ class _Forms:
 
 @dataclass
 class _FusedBlocks:
-    """State for tracing all blocks as one node, which the last block creates.
+    """State for tracing all blocks as one node; the last block creates this node.
 
     Attributes:
         given: the hidden state passed to the first block, [1, T, H].

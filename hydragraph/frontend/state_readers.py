@@ -1,4 +1,4 @@
-"""Analysis of the names that a model's code and its loss can read."""
+"""Analysis of the names that the code of a model and of its loss can read."""
 
 from __future__ import annotations
 

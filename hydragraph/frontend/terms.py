@@ -63,11 +63,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
-            return (
-                f"the result of {stray.target} is returned, which is not a sum over tokens"
-                if stray is not None
-                else None
-            )
+            return f"the returned result of {stray.target} is not a sum over tokens" if stray is not None else None
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes

@@ -85,7 +85,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
-        # Results and operands of losses must be in batch order.
+        # The graph's results, and operands of losses, must be in batch order.
         if node.op == "output" or node.target in LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:

@@ -83,7 +83,7 @@ def test_a_model_in_evaluation_has_only_what_it_asks_for() -> None:
         ),
         (
             "channels",
-            "draws random numbers, but each rank would draw different numbers; use torch.nn.functional.dropout",
+            "draws random numbers, which would differ between ranks; use torch.nn.functional.dropout",
         ),
     ],
 )

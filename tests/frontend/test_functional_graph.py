@@ -165,7 +165,7 @@ def test_no_operator_writes() -> None:
     ("function", "how"),
     [
         (through_detach, "through .detach"),
-        (without_gradient_from_outside, r"under torch.no_grad\(\) into a value made"),
+        (without_gradient_from_outside, r"under torch.no_grad\(\) into a value from"),
     ],
 )
 def test_writing_where_a_gradient_does_not_know_of_it_is_refused(

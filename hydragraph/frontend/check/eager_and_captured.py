@@ -35,7 +35,7 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Compute the loss of one sequence times `times`, and its gradients; return the loss.
+    """Multiply the loss of one sequence by `times`, compute the gradients, and return the product.
 
     Args:
         done: called with each parameter's name and complete gradient.

@@ -1,6 +1,6 @@
-"""Narrow copies of library models, which are checked instead of the models.
+"""Narrow copies of library models, to check instead of the models.
 
-The graphs of a copy and its model must have the same text, except for numbers that differ by powers of one factor.
+The graphs of a copy and its model must have the same text, except for numbers that the different widths explain.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LibraryModel:
         loss: Loss | None,
         blocks: str | None,
     ) -> LibraryModel | None:
-        """Describe a model, given the arguments of `capture`; return None if it runs code outside its libraries."""
+        """Describe a model with `capture`'s arguments; return None if the model runs code outside its libraries."""
         arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
         if path_of(model, *arguments) is None:
             return None

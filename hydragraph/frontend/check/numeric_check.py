@@ -62,7 +62,7 @@ class Attempt:
     """Settings for one comparison of the model with its captured graph.
 
     Attributes:
-        copied: whether the weights are a noisy copy of the model's instead of random.
+        copied: whether the weights are the model's plus noise, instead of only random.
         widened: whether casts inside the model are widened to `dtype`.
     """
 
@@ -186,7 +186,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts: fp64 rules out rounding errors, and new weights rule out an uninitialized model."""
+    """Yield attempts: fp64 rules out rounding errors, and random weights rule out an uninitialized model."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)

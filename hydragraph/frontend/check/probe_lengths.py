@@ -1,4 +1,4 @@
-"""Choice of sequence lengths for the numeric check, beyond the windows and chunks in a model's settings."""
+"""Choice of sequence lengths for the numeric check; one exceeds a model's windows and chunks if possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.private.tracing import ancestors_of
 # Settings with a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# Maximum tokens, and approximate maximum operations of the model or of the graph.
+# Maximum tokens of a sequence; approximate maximum operations of the model or of the graph.
 LONGEST = 512
 _WORK = 4e11
 # Default lengths, which differ and are not powers of two.
@@ -36,7 +36,7 @@ class Lengths:
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose the lengths for a number of parameters; the second length exceeds as many limits as possible."""
+    """Choose sequence lengths, shorter for more `parameters`; the second exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
@@ -72,7 +72,7 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return each embedding table's number of rows and the fields that index it, before the first block."""
+    """Return the number of rows of each embedding table before the first block, and the fields that index it."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]

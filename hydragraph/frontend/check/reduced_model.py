@@ -26,7 +26,7 @@ class Forms:
     _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Record the form of a block's output, as a forward hook; its first tensor is the hidden state."""
+        """Record the form of a block's output (a forward hook); the output's first tensor is the hidden state."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -41,7 +41,7 @@ class Forms:
 def reduced(
     model: nn.Module, blocks: str | None, kept: Collection[int], forms: Forms, weights: DrawnWeights
 ) -> nn.Module:
-    """Copy a model with new weights outside blocks and in the blocks `kept`; other blocks return their input."""
+    """Copy a model with new weights, except in blocks that are not `kept`; these return their input."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
     # A shared parameter is left out only if all its names are.

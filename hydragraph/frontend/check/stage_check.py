@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # maximum parameters of a compared block, which take 4 GiB with gradients
+LARGEST = 1 << 28  # maximum parameters of a compared block
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -49,7 +49,7 @@ _ANEW = "write the folder again with hydragraph compile, and find out why its fi
 
 
 class StageCheck:
-    """Checker of one program's graphs under strategies.
+    """Checker of one program's graphs for strategies.
 
     Args:
         fused_head: whether one operator computes the head and the loss.
@@ -86,7 +86,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare each block's graphs under each stage kind with the unsharded block; raise Unsupported on errors."""
+        """Compare blocks' graphs for all stage kinds with the unsharded blocks; raise Unsupported if they differ."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -119,10 +119,12 @@ class StageCheck:
         if forms:
             names = " and ".join(f"<{form.text}>" for form in sorted(forms))
             seconds = time.perf_counter() - began
-            log.info("checked the graphs of ranks under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
+            log.info(
+                "checked the graphs of stages of kind %s: worst error %.1e, took %.1f s", names, max(errors), seconds
+            )
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield all blocks with a library; otherwise skip plain unsharded blocks, which the model check covers."""
+        """Yield blocks to compare: all if there is a library, else without those that the model check covers."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -238,7 +240,7 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield several attempts, because routers may resolve near ties differently."""
+    """Yield several attempts, because a router may resolve a near tie differently than in the unsharded block."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
@@ -306,7 +308,7 @@ class _Stage:
 def _refusal(
     block: Block, form: StageKind, difference: Difference | Exception, attempt: Attempt, library: Library | None
 ) -> Unsupported:
-    where = f"{block.name} under <{form.text}>" + (f" in {library}" if library is not None else "")
+    where = f"{block.name} in stages of kind <{form.text}>" + (f" in {library}" if library is not None else "")
     remedy = REMEDY if library is None else _ANEW
     if isinstance(difference, Exception):
         why = f"{type(difference).__name__}: {(str(difference).splitlines() or [''])[0][:200]}"

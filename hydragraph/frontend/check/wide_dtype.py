@@ -72,7 +72,7 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return a function that runs a graph with widened casts, within `default_dtype`; None returns the graph."""
+    """Return a function that runs a graph with widened casts, within `default_dtype`; for None, return the graph."""
     if wide is None:
         return graph
 

@@ -100,7 +100,7 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
         if len(given) != takes or by_name:
-            raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments, but it takes {takes}")
+            raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments instead of {takes}")
         return
     if name.rpartition(".")[0] not in ALLOWED:
         raise ValueError(f"it calls {name}, which is not allowed in a compiled folder")
@@ -108,7 +108,7 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     if not signature.pure:
         raise ValueError(f"it calls {name}, which writes into its arguments")
     if len(given) > signature.positional:
-        raise ValueError(f"it calls {name} with {len(given)} arguments, but it takes {signature.positional}")
+        raise ValueError(f"it calls {name} with {len(given)} positional arguments, more than {signature.positional}")
     present = {*signature.names[: len(given)], *by_name}
     unknown = set(by_name) - set(signature.names[len(given) :])
     missing = signature.required - present

@@ -46,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant; its blocks and kind of stage, such as tp2s, are only informational."""
+    """File of a variant. The blocks and the kind of stage, such as tp2s, only inform readers."""
 
     file: str
     blocks: tuple[str, ...]

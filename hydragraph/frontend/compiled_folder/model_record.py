@@ -3,7 +3,7 @@
     model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of its instances
-    code        Python module -> SHA-256 of its file and of the current methods of its classes; name of a replaced
+    code        Python module -> SHA-256 of the file and of its classes' current methods; name of a replaced
             library function -> SHA-256 of its replacement
 
 The record ignores weights and settings for text generation.

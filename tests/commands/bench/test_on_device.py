@@ -240,4 +240,4 @@ def test_what_a_device_runs_in_bf16_was_checked(
         exe.gradients(sequences([40, 3, 17]))
         exe.close()
     assert [m for m in caplog.messages if m.startswith("checked LlamaForCausalLM: embed, head and 2 of 2 blocks")]
-    assert [m for m in caplog.messages if m.startswith("checked the graphs of ranks under <tp1r>")]
+    assert [m for m in caplog.messages if m.startswith("checked the graphs of stages of kind <tp1r>")]

@@ -88,10 +88,10 @@ def swapped(variant: Variant, index: int) -> Variant:
         pytest.param(
             without("all_reduce", "forward"),
             "<tp2,pp1>",
-            r"under <tp2>: its output is off by .* times its norm",
+            r"in stages of kind <tp2>: its output is off by .* times its norm",
             marks=thorough,
         ),
-        (without("all_reduce", "backward"), "<tp2,pp1>", r"under <tp2>: the gradient of .* is .* off"),
+        (without("all_reduce", "backward"), "<tp2,pp1>", r"in stages of kind <tp2>: the gradient of .* is .* off"),
         (
             without("all_reduce", "forward", rank=1),
             "<tp2,pp1>",
@@ -100,7 +100,7 @@ def swapped(variant: Variant, index: int) -> Variant:
         pytest.param(
             without("reduce_scatter", "backward"),
             "<[0,1]x2s>",
-            r"under <tp2s>: its graphs fail to run",
+            r"in stages of kind <tp2s>: its graphs fail to run",
             marks=thorough,
         ),
         (swapped, "<tp2,pp1>", r"the gradient of .*norm.* is off by 1 times its norm"),
@@ -126,7 +126,7 @@ def test_wrong_graphs_are_refused(
 def test_what_passed_is_not_compared_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO, "hydragraph.frontend.check"):
         stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
-    assert [m for m in caplog.messages if m.startswith("checked the graphs of ranks under <tp2>: worst error")]
+    assert [m for m in caplog.messages if m.startswith("checked the graphs of stages of kind <tp2>: worst error")]
     monkeypatch.delattr(StageCheck, "_compare")
     stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
     with pytest.raises(AttributeError):
@@ -185,7 +185,7 @@ def refused_then_trained() -> tuple[str, float]:
 
     def check(self: StageCheck, strategy: hg.Strategy) -> None:
         if strategy.pipelines[0].stages[0].tp == 2:
-            raise Unsupported("it is wrong", where="layer.0 under <tp2>", remedy="none")
+            raise Unsupported("it is wrong", where="layer.0 in stages of kind <tp2>", remedy="none")
         right(self, strategy)
 
     StageCheck.check = check  # type: ignore[method-assign]
@@ -202,5 +202,5 @@ def refused_then_trained() -> tuple[str, float]:
 def test_all_ranks_are_told_and_go_on() -> None:
     (first, loss), (second, other) = launch(refused_then_trained, 2)
     assert first == second
-    assert "layer.0 under <tp2>: it is wrong" in first
+    assert "layer.0 in stages of kind <tp2>: it is wrong" in first
     assert loss == other

@@ -247,7 +247,7 @@ def test_a_full_check_names_the_folder_whose_graphs_compute_something_else(folde
 
     edit(copied, "graphs/layer.0.tp1.json", double)
     with pytest.raises(
-        hg.Unsupported, match=f"layer.0 under <tp1> in compiled folder {copied}.*write the folder again"
+        hg.Unsupported, match=f"layer.0 in stages of kind <tp1> in compiled folder {copied}.*write the folder again"
     ):
         outcome(copied)
     with pytest.raises(AssertionError):
