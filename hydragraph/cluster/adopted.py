@@ -18,7 +18,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
     if "fake" in dist.get_backend(default):
         raise ValueError(
             "the default process group has the backend 'fake', whose operations transfer no data: call "
-            "init_process_group with gloo or nccl, or start ranks with torchrun or hydragraph.launch and do not call it"
+            "init_process_group with gloo or nccl, or omit this call and start ranks with torchrun or hydragraph.launch"
         )
 
 

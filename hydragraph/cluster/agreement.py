@@ -29,7 +29,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error; the message of a `ValueError`, the caller's mistake, stays unchanged."""
+        """Describe an error: a `ValueError`, which is the caller's mistake, by its message only."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
@@ -37,7 +37,7 @@ class Failure:
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     """Run a function on every rank, and return all results; if it fails on any rank, all ranks raise an error.
 
-    A failed rank raises its own error, and other ranks the first failed rank's ValueError or a RankFailure.
+    A failed rank raises its own error. Other ranks raise the first failed rank's ValueError, or else a RankFailure.
     """
     error: Exception | None = None
     try:
@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank has an error, raise on all ranks: `own`, or else the first failed rank's `sent` (picklable)."""
+    """If any rank has an error, raise on every rank: its `own`, or else the first failed rank's picklable `sent`."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Maximum sizes for exchange and local addition: at 16 B, they take 0.1 ms, and gloo's all-reduce 0.7-2 ms.
+# Maximum bytes that ranks exchange and add locally: for 16 B, this takes 0.1 ms, and gloo's all-reduce takes 0.7-2 ms.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -49,10 +49,10 @@ class Started:
 
 
 class SumsProducts:
-    """Mixin that all-reduces a product in pieces of rows, each while the next piece is computed."""
+    """Mixin that all-reduces a matrix product in pieces of rows: one is reduced while the next is computed."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
-        """Start an all-reduce over the stage of sum(x @ w), where x is [T, K] and w is [K, N]."""
+        """Start the stage's all-reduce of the sum of all x @ w, where x is [T, K] and w is [K, N]."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -154,7 +154,7 @@ class Collectives(SumsProducts):
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the stage; an exchange adds half-precision values in fp32."""
+        """Return the sum over the stage; half-precision values that ranks exchange are added in fp32."""
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> Started:
@@ -200,7 +200,7 @@ class Collectives(SumsProducts):
         """Start `reduce_scatter`."""
         parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
-            # An exchange adds in a fixed order, and transfers no more bytes than gloo's reduce-scatter.
+            # `_exchange` adds in a fixed order, and transfers no more bytes than gloo's reduce-scatter.
             return self._exchange(parts, _sum)
         assert self.group is not None
         # The process group's order is ascending; the stage's order may differ.

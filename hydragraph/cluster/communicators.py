@@ -134,7 +134,7 @@ class Groups:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
         # use_local_synchronization would give a group different names on different ranks if groups are irregular.
-        # `unbound`: a group with a device has one communicator for all pairs of ranks, so programs can deadlock.
+        # A group that is bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(

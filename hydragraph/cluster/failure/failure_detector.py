@@ -6,7 +6,7 @@ A rank is accused when
 - no rank has made progress for `progress_s` while some ranks wait (`Stall`): a rank that does not wait is accused, or
   the last rank if all ranks wait.
 
-Only time in which the detector itself runs counts: at most half a second between two observations.
+The detector counts at most half a second between two observations, because it may have been stopped itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
 
 @dataclass(frozen=True)
 class Accusation:
-    """The accused rank, and its error; `stalled`: the rank's process is alive."""
+    """The accused rank, and its error; `stalled`: its process is alive but makes no progress."""
 
     rank: int
     error: str

@@ -1,4 +1,4 @@
-"""Sentinel: a process on each of several machines that reports on its ranks and monitors the other machines.
+"""Sentinel: one process on each of several machines; it reports on the machine's ranks and monitors other machines.
 
 A healthy rank may hold the interpreter lock for a minute, so a separate process observes the ranks and writes
 heartbeats to the store. If the heartbeats stop, the machine or its link is lost.
@@ -120,7 +120,7 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel must exit; `watching`: whether each rank is alive and its watch is open."""
+        """Return whether the sentinel must exit; `watching`: by rank, whether it is alive and its watch is open."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 

@@ -4,8 +4,8 @@ docs/architecture.md lists the detected failures. After a fault:
 
 1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down the sockets of its
    communicators (NCCL: aborts the communicators), because gloo never ends a wait on a live rank that does not answer.
-2. Each process abandons waits that still do not end (gloo forgets a receive that broke inside its payload). To make
-   this possible, waits run on a separate thread.
+2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in
+   mid-payload). To make this possible, waits run on a separate thread.
 3. Every rank except the failed one raises RankFailure for the agreed fault, in this call and in every later call.
 """
 
@@ -65,7 +65,7 @@ class _Disconnected(RuntimeError):  # noqa: N818
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks raise together, which is not a rank failure."""
+    """Mark an error that all ranks raise together: it is not a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
@@ -91,7 +91,7 @@ class Watch:
         self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        self._resting = self._shown = self._beside = ""  # calls shown between calls, now, and by another thread
+        self._resting = self._shown = self._beside = ""  # shown between calls, in calls, and for other threads
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting = threading.Lock()
@@ -110,7 +110,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         if ranks > 1:
-            assert store is not None, "several ranks have a store"
+            assert store is not None, "several ranks need a store"
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
@@ -259,7 +259,7 @@ class Watch:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Mark RuntimeErrors of this context, inside a watched call, as communication errors."""
+        """Inside a watched call, mark RuntimeErrors of this context as communication errors."""
         try:
             yield
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):

@@ -2,8 +2,8 @@
 
 PyTorch's threads (GNU OpenMP) synchronize after every operator, and threads that finish early spin for milliseconds. If
 another process needs one of their cores, all threads wait: with 2 of 4 cores in use, a model of 10 million parameters
-trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning costs 10 to 25 % of the
-speed.
+trained at 59 tokens/s by default, and at 1,145 tokens/s with short spinning. On an idle machine, short
+spinning costs 10 to 25 % of the speed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 # Number of spins, about the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# Average number of busy cores from which threads spin only briefly.
+# Minimum average number of busy cores for short spinning.
 _BUSY = 0.5
 
 

@@ -286,7 +286,7 @@ def _failure(fault: Fault) -> RankFailure:
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Return a failure's sort key; the root cause has the lowest key.
 
-    The rank that its peers agreed on comes first, then errors that peers cannot cause, then the earliest error.
+    The rank that its peers blame comes first, then errors that peers cannot cause, then the earliest error.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)

@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.01  # while a member waits for a generation
 _EAR_S = 0.05  # while a member works
 
-CALLED = 1000  # value of `Executable.stopping` for a called member; signal numbers are smaller
+CALLED = 1000  # `Executable.stopping` if the coordinator calls this member; signal numbers are smaller
 
 
 class Dismissed(BaseException):
@@ -101,7 +101,7 @@ class Member:
         """Leave the current generation, and enter the next one, with an initialized process group.
 
         Args:
-            failure: error that names the rank at fault; None: this member was called, or is new.
+            failure: error that names the rank at fault; None: the coordinator called this member, or it is new.
         """
         while True:
             accuses = self._accused(failure)
@@ -252,7 +252,7 @@ def elastic() -> bool:
 
 
 def comes_late() -> bool:
-    """Return whether this process has not joined any ranks yet."""
+    """Return whether this process is a member that has not entered a generation yet."""
     return _Here.member is not None and not _Here.member.generation.number
 
 

@@ -59,8 +59,9 @@ class Generation:
         members: member number of each rank.
         leaving: members that hand over their state and end.
         holds: generation whose layout the state has; 0: no state.
-        before: the rank that each member had in generation `holds`; None: the member holds no state of it.
-        lost, joined: members of the previous generation that are not in this one, and vice versa.
+        before: the rank that each member had in generation `holds`; None: it holds no state of that generation.
+        lost: members of the previous generation that are not in this one.
+        joined: members that were not in the previous generation.
         ending: why this generation only saves and ends; "": it continues.
     """
 
@@ -79,7 +80,7 @@ class Orders:
     """The coordinator's register.
 
     Attributes:
-        proposal: the newest proposal, perhaps confirmed.
+        proposal: the newest proposal, confirmed or not.
         confirmed: number of the newest confirmed generation.
         call: generation number; members of earlier generations must meet between two iterations.
         out: members that the others have given up.
@@ -207,7 +208,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
 def _held(
     members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, tuple[int | None, ...]]:
-    """Return the newest generation whose layout a member's state has, and the members' ranks in that generation.
+    """Return the newest generation in whose layout any member holds state, and the members' ranks in it.
 
     A member holds state of a generation only after all members of that generation have received their state.
     """

@@ -57,7 +57,7 @@ class Nodes:
     Attributes:
         number, count: index of this machine, and number of machines.
         address, port: address and port of the launcher's store, which is on machine 0.
-        shared: whether the launcher hosts this store, and not the process of machine 0.
+        shared: whether the launcher hosts this store; otherwise the process of machine 0 does.
         again: errors that make the leader restart the run.
         election: None: machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
@@ -329,7 +329,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines' deputies; return the earlier leader's members on them, and the members' seats."""
+        """Wait for these machines' deputies; return the members that they run for an earlier leader, and the seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)

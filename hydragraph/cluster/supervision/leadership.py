@@ -22,7 +22,7 @@ MARGIN_S = 0.5  # for ending processes, and for clocks that differ
 STAGGER_S = 0.3  # additional wait of each following machine
 FIRST_S = 2.0  # wait of each following machine while no run holds the lease
 REACH_S = 3.0  # for connecting to a new leader
-GATHER_S = 7.0  # exceeds TTL_S, REACH_S and the rest of `UNREACHABLE_S` when a lease ends
+GATHER_S = 7.0  # exceeds each of TTL_S, REACH_S and what is left of `UNREACHABLE_S` when a lease ends
 DOUBT_S = 1.0  # for finding out whether a silent leader has ended
 GRACE_S = 2.0  # before a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
 

@@ -173,11 +173,11 @@ class Deputy:
         return None
 
     def _unreachable(self, patience_s: float, error: Exception) -> str:
-        again = "start the same command again on it and here, with --resume"
+        again = "start the same command again, with --resume, on that node and on this one"
         if self._election is not None:
             return f"a leading node could not be reached for {patience_s:g} s ({error}): {again}"
         where = first_host(error, self._nodes.address, self._nodes.port)
-        return f"could not be reached for {patience_s:g} s: {where}; then {again}"
+        return f"the first node could not be reached for {patience_s:g} s: {where}; then {again}"
 
     def _serve(self, link: Link) -> Over | None:
         """Follow the leader's orders until the run ends; None: the link is down."""

@@ -62,7 +62,7 @@ _REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-liv
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # lifetime below which a rank counts as short-lived
 _STARTS = 3  # processes in one seat that may end before they are ready
-_READYING = 3  # multiple of `Elastic.progress_s` in which a newcomer must become ready
+_READYING = 3  # multiple of `Elastic.progress_s` within which a new member must become ready
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
 
