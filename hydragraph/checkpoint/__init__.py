@@ -1,1 +1,1 @@
-"""Checkpoints of a run, whole and in pieces, and (`weights/`) pretrained files."""
+"""Checkpoints of a run, whole or in pieces; `weights/` reads and writes pretrained models."""

@@ -1,4 +1,4 @@
-"""Planners that describe this rank's boxes to torch.distributed.checkpoint (DCP)."""
+"""Planners that tell torch.distributed.checkpoint (DCP) which boxes of tensors this rank has."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes; more than the free space of a full disk
+_PROBE = 4 << 20  # bytes to write; a disk that counts as full has less space
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
-    """Delete complete checkpoints, except the newest `keep` and `spared`, and leftovers of crashed saves.
+    """Delete leftovers of crashed saves, and complete checkpoints except step `spared` and the newest `keep`.
 
     Only one rank may call this, while no rank uses the directory.
     """
@@ -65,8 +65,8 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
 def make_scratch(path: Path) -> Path:
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
-            f"checkpoint {path}: it exists, but has no {MARKER}, so it is not a checkpoint: choose another path or "
-            "remove it"
+            f"checkpoint {path}: this path exists, but has no {MARKER}, so it is not a checkpoint: choose another "
+            "path, or remove this one"
         )
     scratch = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     scratch.mkdir(parents=True)

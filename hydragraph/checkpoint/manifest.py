@@ -17,7 +17,7 @@ METADATA = ".metadata"  # DCP's index of all entries
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint's content has changed since it was written."""
+    """A checkpoint's files are missing, or have changed since they were written."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def read_manifest(path: Path) -> CheckpointManifest:
     if not (path / MARKER).is_file():
         aside = [str(p) for p in sorted(path.parent.glob(f"{path.name}.old-*")) if (p / MARKER).is_file()]
         remedy = (
-            f"rename {aside[0]}, which a crashed save moved aside" if aside else "name a directory that `save` wrote"
+            f"rename {aside[0]}, the checkpoint that a crashed save moved aside, to {path.name}"
+            if aside
+            else "name a directory that `save` wrote"
         )
         raise ValueError(f"checkpoint {path}: it has no {MARKER}, so it is incomplete or not a checkpoint: {remedy}")
     try:

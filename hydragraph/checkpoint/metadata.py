@@ -29,7 +29,7 @@ class Reader(FileSystemReader):
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata; raise Damaged if they name objects or files outside a checkpoint."""
+        """Read the metadata; raise Damaged unless they are plain data and name only the checkpoint's files."""
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as stream:

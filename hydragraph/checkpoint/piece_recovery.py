@@ -38,7 +38,8 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        read, received: number of bytes read, by tier, and received from other ranks.
+        read: number of bytes read, by tier.
+        received: number of bytes received from other ranks.
     """
 
     kept: Kept
@@ -60,10 +61,10 @@ def recover(
 
     Args:
         chunk: bytes that all ranks together exchange at a time.
-        least: earliest step to accept; if all checkpoints are older, all ranks return None.
+        least: earliest step to accept; all ranks return None if no complete checkpoint is as recent.
 
     Raises:
-        ValueError: on all ranks: no checkpoint exists, or parts of the newest checkpoint are missing.
+        ValueError: on all ranks, if `least` is None: no checkpoint is complete; the error describes the newest.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
@@ -218,7 +219,7 @@ class _PieceReader:
         home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
-        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])  # position in the shard of the fetch's first element
+        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])  # position of the fetch's first element in the shard
         offsets = self.buckets[fetch.piece.bucket].offsets()
         begin = 0
         for name, lo, hi, column, dtype in self.spans(fetch):

@@ -159,7 +159,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         The saved `extra`, on every rank.
 
     Raises:
-        Damaged: the checkpoint has changed since it was written; some ranks may raise a plain ValueError.
+        Damaged: a file is missing or has changed since it was written; some ranks may raise a plain ValueError.
         ValueError: on all ranks: the checkpoint is missing, incomplete, or of another model or optimizer.
     """
     what = f"load checkpoint {path}"

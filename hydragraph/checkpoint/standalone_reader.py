@@ -19,8 +19,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Check a checkpoint; return its full fp32 weights and persistent buffers by name, on the CPU."""
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
-        if damage(path / name, expected) is not None:
-            raise Damaged(f"checkpoint {path}: {name} has changed since it was written: export another checkpoint")
+        if (how := damage(path / name, expected)) is not None:
+            raise Damaged(f"checkpoint {path}: {how}: export another checkpoint")
     weights = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
     contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
     for name, weight in weights.items():

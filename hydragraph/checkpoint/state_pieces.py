@@ -141,7 +141,7 @@ class StoreShelf:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise ImportError(f"store {url}: pip install fsspec (and its driver, such as s3fs)") from error
+            raise ImportError(f"store {url} needs fsspec: pip install fsspec (and its driver, such as s3fs)") from error
         self._files, self._root = url_to_fs(url)
 
     def put(self, name: str, data: bytes) -> None:
@@ -208,7 +208,7 @@ class Pieces:
             self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
-                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set a place, and keep at least 1"
+                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set a place, and keep to 1 or more"
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")
@@ -252,7 +252,7 @@ class Pieces:
 
         Args:
             columns: dtypes of every parameter's columns.
-            without: places to skip, equal on all ranks: those `busy` on any rank.
+            without: places to skip: those `busy` on any rank; equal on all ranks.
             whole: last checkpoint that all ranks have written, by place.
             tidies: whether to delete old checkpoints from the store; one rank is enough.
         """
@@ -286,7 +286,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
-        """List this run's pieces in a place, even unreadable ones; skip checkpoints without a common part there."""
+        """List this run's pieces in a place, even unreadable ones; skip checkpoints that have no `common.pt` there."""
         by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
@@ -384,7 +384,7 @@ class PieceFile:
         """Return elements [lo, hi) of a parameter's column, 1-D, on the CPU.
 
         Raises:
-            ValueError: the elements differ from those written; only whole columns have a checksum.
+            ValueError: the file is truncated, or a whole column has a wrong checksum; a part of a column has none.
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]

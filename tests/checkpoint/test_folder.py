@@ -17,7 +17,7 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="notes: it exists, but has no"):
+    with pytest.raises(ValueError, match="notes: this path exists, but has no"):
         save_and_load.save(tmp_path / "notes", home, optimizer, {}, groups)
     assert (tmp_path / "notes" / "thesis.txt").exists()
     for number in (1, 2):
@@ -40,7 +40,9 @@ def test_a_replacement_that_fails_to_move_in_is_undone(made: Path, groups: Group
     assert save_and_load.load(made, home, optimizer, groups) == {"step": 7}
     assert [path.name for path in made.parent.iterdir()] == ["step-7"]
     made.rename(made.with_name("step-7.old-01234567"))  # as if it had died in between
-    with pytest.raises(ValueError, match=r"rename .*step-7.old-01234567, which a crashed save moved aside"):
+    with pytest.raises(
+        ValueError, match=r"rename .*step-7.old-01234567, the checkpoint that a crashed save moved aside, to step-7"
+    ):
         save_and_load.load(made, home, optimizer, groups)
 
 

@@ -129,7 +129,7 @@ def _matched(
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return the keys outside the model's family; `unplaced`: key -> name in the model."""
+    """Return the `unplaced` (key -> name in model) that are neither ignored nor in a class of the model's family."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]

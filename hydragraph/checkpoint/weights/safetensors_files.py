@@ -42,7 +42,9 @@ def contents(path: Path) -> dict[str, Stored]:
                     tensors[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
     absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
-        raise ValueError(f"pretrained {path}: {_INDEX} lists {shortened(absent)}, which is missing: copy it again")
+        raise ValueError(
+            f"pretrained {path}: {_INDEX} lists missing tensors: {shortened(absent)}: copy the directory again"
+        )
     return tensors
 
 
@@ -65,7 +67,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise ValueError(f"pretrained {path}: {_INDEX} is damaged ({error}): copy it again") from error
     absent = sorted({place for place in places.values() if not (path / place).is_file()})
     if absent:
-        raise ValueError(f"pretrained {path}: {_INDEX} names {shortened(absent)}, which is missing: copy it again")
+        raise ValueError(
+            f"pretrained {path}: {_INDEX} names missing files: {shortened(absent)}: copy the directory again"
+        )
     return [path / place for place in sorted(set(places.values()))], places
 
 

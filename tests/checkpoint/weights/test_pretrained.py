@@ -394,12 +394,12 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no file": (
         index_of({"model.norm.weight": "other.safetensors"}),
         "ValueError",
-        "names other.safetensors, which is missing",
+        "names missing files: other.safetensors: copy the directory again",
     ),
     "no key": (
         index_of({"model.gone.weight": "part.safetensors"}),
         "ValueError",
-        "lists model.gone.weight in part.safetensors, which is missing",
+        "lists missing tensors: model.gone.weight in part.safetensors: copy the directory again",
     ),
     "pickled": (pickle, "Unsupported", "its weights are pickled (.bin)"),
     "nothing": (lose, "ValueError", "there is neither model.safetensors nor model.safetensors.index.json"),
