@@ -73,7 +73,9 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         suffix_text = f" with a suffix of {', '.join(suffixes)}" if suffixes else ""
         for path in left_out(paths, suffixes):
             _check_named(path)
-        raise ValueError(f"no corpus file{suffix_text} in {[str(p) for p in paths]}: name a file or directory")
+        raise ValueError(
+            f"no corpus file{suffix_text} in {[str(p) for p in paths]}: name a file, or a directory of files"
+        )
     return [Path(path) for path in reached]
 
 
@@ -225,7 +227,7 @@ def unread(
     """Return the non-empty fields that are not read, from the first records of each file.
 
     Args:
-        template: text of the chat template, which reads the fields that it names.
+        template: text of the chat template; the fields that it names are read.
     """
     report = CorpusReport()
     for path in files(paths, suffixes):

@@ -368,7 +368,7 @@ def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in record:
         raise ValueError(
-            f"{place}: no field {name!r}, which other records of the file have, but {sorted(record)}: "
+            f"{place}: no field {name!r}, only {sorted(record)}, unlike other records of this file: "
             "keep records of one kind in a file"
         )
     return record[name]
@@ -410,7 +410,9 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if isinstance(role, str):
         role = converted["role"] = _SPEAKERS.get(role.lower(), role.lower() if role.lower() in _ROLES else role)
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where} has no role, but {sorted(map(str, message))}: give user, assistant, system or tool")
+        raise ValueError(
+            f"{where} has no role, only {sorted(map(str, message))}: add a role, such as user or assistant"
+        )
     content = converted.get("content")
     if isinstance(content, list):
         content = converted["content"] = _parts(content, where)
@@ -431,7 +433,7 @@ def _parts(parts: Sequence[object], where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind not in (None, "text") or not isinstance(text, str):
-            raise ValueError(f"{where}: its content has a part of {kind or type(part).__name__}: only text is read")
+            raise ValueError(f"{where}: its content has a part of type {kind or type(part).__name__}: give only text")
         texts.append(text)
     return "".join(texts)
 

@@ -132,8 +132,8 @@ class MiniBatches(Iterator[list[Drawn]]):
             chunks = cut(file.lengths, documents, max_length)
             self.chunks = chunks[file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0]
         if not len(self.chunks):
-            short = f" of at most {max_length}" if overlong == "drop" else ""
-            what = "pair has answers" if pairs else "document has two tokens"
+            short = f" and at most {max_length} tokens" if overlong == "drop" else ""
+            what = "pair has two answers with targets" if pairs else "document has at least two tokens"
             remedy = "give a corpus with longer texts"
             if overlong == "drop" and len(file):
                 shortest = int(file.lengths.min())
@@ -235,7 +235,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         epoch = state["epoch"]
         position = state["position"]
         if epoch < 0 or not 0 <= position < len(self._order):
-            place = f"epoch {epoch}, position {position} of {len(self._order)}"
+            place = f"epoch {epoch} must be 0 or more, and position {position} from 0 to {len(self._order) - 1}"
             raise ValueError(f"mini-batch state: {place}: load a result of state_dict()")
         if epoch != self._epoch:
             self._order = self._epoch_order(epoch)

@@ -58,7 +58,7 @@ def saved_files(folder: Path) -> list[Path] | None:
     data_files = [folder / part["filename"] for part in read_object(state, _REMEDY).get("_data_files", [])]
     missing = [str(path) for path in data_files if not path.is_file()]
     if missing or not data_files:
-        raise ValueError(f"{state} names {', '.join(missing) or 'no file'}, which is not there: {_REMEDY}")
+        raise ValueError(f"{state} must name existing files, but names {', '.join(missing) or 'none'}: {_REMEDY}")
     return data_files
 
 

@@ -27,7 +27,7 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template; `{% generation %}` blocks are trained, or else turns without the generation prompt.
+        text: the template. Its `{% generation %}` blocks are trained; if it has none, turns without their prompts are.
         special: special tokens by name, such as {"bos_token": "<s>"}.
         train_on: "assistant": train the assistant's messages; "last": only its last message; "all": every token.
     """
@@ -190,9 +190,15 @@ class _Written:
         python = str(mapping)
         text = json.dumps(mapping, ensure_ascii=False)
         if not self._way.texts and python != text and python in self.text:
-            raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as Python")
+            raise ValueError(
+                f"{self._place}: the chat template writes the arguments of {function['name']} in Python syntax, "
+                "not as JSON: correct the template"
+            )
         if self._way.texts and mapping and json.dumps(arguments if isinstance(arguments, str) else text) in self.text:
-            raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as a string")
+            raise ValueError(
+                f"{self._place}: the chat template writes the arguments of {function['name']} as a string, "
+                "not as an object: correct the template"
+            )
 
     def marked(self, trained: Sequence[int]) -> list[Span]:
         spans = [span for span in self._marked if span[0] < span[1]]
@@ -238,7 +244,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn's content and ending, if the template renders the last turn differently."""
+        """Return the span of a turn's content and ending, for a template that renders a last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:

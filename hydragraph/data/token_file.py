@@ -119,7 +119,9 @@ class TokenFile:
                 if progress is not None:
                     progress(self._documents_in(read))
         if digest.hexdigest() != self.fingerprint:
-            raise ValueError(_corrupt(self.path, f"its sha256 is {digest.hexdigest()}, expected {self.fingerprint}"))
+            raise ValueError(
+                _corrupt(self.path, f"the sha256 of its content is {digest.hexdigest()}, expected {self.fingerprint}")
+            )
 
     @property
     def tokens(self) -> int:

@@ -209,7 +209,7 @@ def test_a_state_out_of_range_is_refused_and_changes_nothing(file: TokenFile, ch
 
 
 def test_a_file_without_targets_is_refused() -> None:
-    with token_file([1, 1]) as file, pytest.raises(ValueError, match="no train document has two tokens"):
+    with token_file([1, 1]) as file, pytest.raises(ValueError, match="no train document has at least two tokens"):
         MiniBatches(file, 8, 8)
     split: Split = "train"
     with pytest.raises(ValueError, match=r"heldout 0.1: 1 document cannot be split: give at least 2 documents"):
@@ -269,7 +269,7 @@ def test_pieces_without_a_target_are_left_out(targets: list[list[bool]], max_len
     with tempfile.TemporaryDirectory() as folder:
         file = targeted(Path(folder), [([2] * len(mask), mask) for mask in targets])
         if not expected:
-            with pytest.raises(ValueError, match="no train document has two tokens"):
+            with pytest.raises(ValueError, match="no train document has at least two tokens"):
                 MiniBatches(file, 9, max_length)
             return
         chunks = MiniBatches(file, 9, max_length).chunks
@@ -280,7 +280,9 @@ def test_documents_that_are_too_long_are_cut_or_dropped() -> None:
     with token_file([3, 9, 4, 5]) as file:
         assert MiniBatches(file, 8, 4, overlong="drop").chunks.documents.tolist() == [0, 2]
         assert MiniBatches(file, 8, 4).chunks.documents.tolist() == [0, 1, 1, 2, 3]
-        with pytest.raises(ValueError, match=r"no train document has two tokens of at most 2: raise data.max_length"):
+        with pytest.raises(
+            ValueError, match=r"no train document has at least two tokens and at most 2 tokens: raise data.max_length"
+        ):
             MiniBatches(file, 8, 2, overlong="drop")
         with pytest.raises(ValueError, match="overlong is 'cut', but this stream's is 'drop'"):
             MiniBatches(file, 8, 4, overlong="drop").load_state_dict(MiniBatches(file, 8, 4).state_dict())
@@ -340,7 +342,7 @@ def test_pairs_are_held_out_and_left_out_whole() -> None:
         pairs = [{int(tokens_of(file)[int(i)][0]) for i in part.chunks.documents} for part in parts]
         assert [len(part.chunks) for part in parts] == [14, 6]
         assert not pairs[0] & pairs[1]
-        with pytest.raises(ValueError, match="no train pair has answers"):
+        with pytest.raises(ValueError, match="no train pair has two answers with targets"):
             MiniBatches(file, 6, 3, pairs=True)  # the prompt alone
 
 

@@ -123,7 +123,7 @@ def test_any_changed_byte_of_the_header_is_found_when_opening(path: Path, at: in
 @pytest.mark.parametrize("at", [128, 129, 2001, -8 * (len(SOURCES) + 1) - 1])
 def test_a_changed_token_is_found_by_the_checksum(path: Path, at: int) -> None:
     flip(path, at)
-    with pytest.raises(ValueError, match=r"its sha256 is \w{64}, expected \w{64}; delete it and rerun"):
+    with pytest.raises(ValueError, match=r"the sha256 of its content is \w{64}, expected \w{64}; delete it and rerun"):
         TokenFile.open(path).verify()
 
 
@@ -147,7 +147,7 @@ def test_offsets_that_do_not_fit_are_found_when_opening(path: Path, at: int) -> 
 
 def test_an_offset_that_is_off_by_one_is_found_by_the_checksum(path: Path) -> None:
     flip(path, -8 * 3)
-    with pytest.raises(ValueError, match="truncated or corrupt: its sha256"):
+    with pytest.raises(ValueError, match="truncated or corrupt: the sha256 of its content"):
         TokenFile.open(path).verify()
 
 

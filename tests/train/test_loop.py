@@ -185,7 +185,9 @@ def test_refuses_a_damaged_corpus_before_it_touches_the_folder(tmp_path: Path) -
     data = bytearray(file.read_bytes())
     data[130] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"tokens\.bin is truncated or corrupt: its sha256 .*delete it and rerun"):
+    with pytest.raises(
+        ValueError, match=r"tokens\.bin is truncated or corrupt: the sha256 of its content .*delete it and rerun"
+    ):
         train(config(tmp_path), "new", compile_plain, Watched())
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"data"}
 
