@@ -6,7 +6,7 @@ A pipeline's time is the sum of these parts:
     waiting  the slowest pipeline's work beyond this even share
     fixed    the constant c of every micro-batch of the slowest pipeline
     bubble   the rest of the slowest pipeline's time, in which stages fill, drain, and wait for each other
-    sync     pull, push, commit and update; with published constants, only for unequal pipelines
+    sync     pull, push, commit and update; with published constants, 0 if all pipelines are equal
 
 Example: a pipeline of one device has 3 s of work. A pipeline of two devices (PP = 2, c = 1 s) has micro-batches of 4
 and 2 s, and takes 12 s. Then work is (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2, and bubble 4.
@@ -34,9 +34,9 @@ Strategy = tuple[Scheme, ...]
 # Numbers of candidates that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches that are used only to improve candidates.
+# Number of mini-batches that are used only to improve candidates.
 TUNING = 8
-# Candidates whose pull and push are simulated.
+# Number of candidates whose pull and push are simulated.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -64,13 +64,16 @@ class TimeParts:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a device of a scheme's first stage, the fullest stage, with a micro-batch of MaxLen tokens.
+    """Memory of a device in a scheme's first stage, which is the fullest, for a micro-batch of MaxLen tokens.
 
     Attributes:
         devices: number of the strategy's devices, which share the optimizer state.
-        max_len, util_len: maximum and desired minimum tokens of a micro-batch.
-        states, per_token, reserved, device: bytes of the state, bytes per token, bytes kept free, and bytes of the
-            device; None if the limit was measured.
+        max_len: maximum tokens of a micro-batch.
+        util_len: desired minimum tokens of a micro-batch.
+        states: bytes of the state; None, as are the following fields, if the limit was measured.
+        per_token: bytes of activations per token.
+        reserved: bytes that must stay free.
+        device: bytes of the device's memory.
     """
 
     scheme: Scheme
@@ -91,8 +94,9 @@ class ComparedCandidate:
         memory: memory use of each distinct scheme.
         seconds: mean over the mini-batches, or `bound` if not assigned; infinite if a mini-batch does not fit.
         bound: lower bound of `seconds`.
-        alone: mean seconds of the longest sequence alone on its best pipeline.
-        fits, wins: number of mini-batches that fit, and on which it is the fastest.
+        alone: mean seconds of a mini-batch's longest sequence by itself, on the fastest pipeline.
+        fits: number of mini-batches that fit.
+        wins: number of mini-batches on which this candidate is the fastest.
     """
 
     strategy: Strategy

@@ -12,7 +12,7 @@ from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse,
 ROWS = 8  # of the table without --explain
 MEANING = {
     "work": "device time of the sequences, divided evenly over all devices",
-    "waiting": "work of the slowest pipeline beyond this even share; negative if its bubble makes it the slowest",
+    "waiting": "work of the slowest pipeline beyond this even share; negative if only its bubble makes it the slowest",
     "fixed": "constant cost of the slowest pipeline's micro-batches, independent of their tokens",
     "bubble": "time in which the slowest pipeline's stages fill, drain, and wait for each other",
     "sync": "pull, push, commit and update",
@@ -136,7 +136,7 @@ def _bytes(use: MemoryUse) -> str:
     activations = use.max_len * use.per_token
     return (
         f"{use.states / 1e9:.1f} GB state + {activations / 1e9:.1f} GB activations + {use.reserved / 1e9:.1f} GB kept "
-        f"free of {use.device / 1e9:.1f} GB"
+        f"free, of {use.device / 1e9:.1f} GB in total"
     )
 
 

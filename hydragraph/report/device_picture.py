@@ -37,7 +37,7 @@ class _StageBar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw a plan to a PNG file, which is replaced only when complete."""
+    """Draw a plan to a PNG file; an existing file is replaced only once the picture is complete."""
     save_figure(device_figure(plan, costs), path)
 
 

@@ -220,7 +220,7 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return a strategy whose stages recompute as in `how`, or in full as before."""
+    """Return a strategy whose stages recompute as in `how`, except those that already recompute in full."""
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 

@@ -17,7 +17,7 @@ _DARK = 0.45  # text on darker colors is white
 
 
 def write_plan_picture(example: Example, path: Path) -> None:
-    """Draw the micro-batches of every pipeline to a PNG file, which is replaced only when complete."""
+    """Draw pipelines' micro-batches to a PNG file; an existing file is replaced only once the picture is complete."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.figure import Figure

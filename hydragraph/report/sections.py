@@ -298,7 +298,7 @@ def _traffic(matrices: Sequence[Matrix]) -> Markup:
     parts = [f"{_KIND_NAMES[kind]} {number_format.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
         f"Bytes per iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel stages are "
-        "counted as rings; if computation was measured, its seconds include these sums, and they are not shown here."
+        "counted as ring all-reduces, but not shown if computation was measured, because its seconds include them."
     )
     views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
     options = [
