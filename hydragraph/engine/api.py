@@ -102,8 +102,9 @@ def capture(
 ) -> Program:
     """Trace a model into blocks with pull, push and communicate placeholders, and check the result numerically.
 
+    The arguments not listed here are those of `hydragraph.frontend.capture.capture`.
+
     Args:
-        model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
         check: "auto" compares at least one block of each structure: loss and gradients of its captured graph on packed
             sequences, and of the model on single sequences. "full" compares all blocks; "off" skips the check.
         compiled: folder of `hydragraph compile` to read the program from.
@@ -163,7 +164,7 @@ def compile(
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: device of this rank; by default a GPU if available.
         loss: function of the model's outputs and the packed batch that returns the loss summed over targets.
-        example, blocks, check: see `hydragraph.capture`. `check` also covers a strategy's graphs before its first step.
+        check: see `hydragraph.capture`, as for example and blocks; also covers a strategy before its first step.
         profile: result of `hydragraph profile`, or costs for devices that differ; None uses rough costs.
         lengths: sequence lengths of sample mini-batches.
         policy: settings for planning iterations.
