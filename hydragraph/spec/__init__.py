@@ -1,1 +1,1 @@
-"""Strategies, clusters, homes, sequences and workloads, as frozen dataclasses with text or YAML."""
+"""Frozen dataclasses of strategies, clusters, homes, sequences and workloads, and their text and YAML formats."""

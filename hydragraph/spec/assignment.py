@@ -25,7 +25,7 @@ class Assignment:
 
         Args:
             counts: number of micro-batches of each pipeline.
-            tokens: tokens of every sequence, or one number for the sequences of each pipeline.
+            tokens: length of every sequence, or a list with the sequence length of each pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens
         starts = iter(range(0, sum(counts) * sequences, sequences))
@@ -43,8 +43,8 @@ class Assignment:
         most = max((i for p in self.micro_batches for m in p for i in m), default=-1)
         if most >= len(self.lengths):
             raise ValueError(
-                f"the assignment names sequence {most}, but has {len(self.lengths)} lengths: give "
-                "Assignment(micro_batches, lengths) one for each sequence"
+                f"the assignment uses sequence {most}, but has {len(self.lengths)} lengths: give "
+                "Assignment(micro_batches, lengths) the length of each sequence"
             )
         return tuple(tuple(tuple(self.lengths[i] for i in m) for m in p) for p in self.micro_batches)
 

@@ -119,7 +119,7 @@ class Node:
     """A machine with `devices` devices of one type.
 
     Attributes:
-        inner: link between two devices of the node, one per device.
+        inner: each device's link to the other devices of the node.
         outer: link of one network card to other nodes.
         count: number of consecutive nodes of this kind.
         cards: number of network cards; neighboring devices may share a card.
@@ -144,7 +144,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pair:
-    """A link between nodes of two device types; it replaces the slower of their `outer` links."""
+    """A link between nodes of two device types, used instead of the slower of their `outer` links."""
 
     types: tuple[str, str]
     bytes_per_s: float
@@ -301,7 +301,7 @@ class Cluster:
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
 
     def scaled(self, what: str, factor: float) -> Cluster:
-        """Return the cluster with `factor` times the `within_node` or `between_nodes` bandwidths."""
+        """Return the cluster with the bandwidths of "within_node" or "between_nodes" links multiplied by `factor`."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
         within = what == "within_node"
@@ -345,8 +345,8 @@ class Cluster:
     def _machines(self) -> Mapping[int, Node]:
         if self.nodes:
             return dict(enumerate(self.nodes))
-        assert self.within_node is not None, "a cluster without nodes has two links"
-        assert self.between_nodes is not None, "a cluster without nodes has two links"
+        assert self.within_node is not None, "a cluster without `nodes` must set both links"
+        assert self.between_nodes is not None, "a cluster without `nodes` must set both links"
         sizes = Counter(d.node for d in self.devices)
         types = {d.node: d.type for d in self.devices}
         return {

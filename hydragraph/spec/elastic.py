@@ -14,8 +14,8 @@ class Elastic:
         spares: number of standby processes that can replace a lost rank.
         rejoin: whether to start a new process for a lost one.
         grace_s: seconds for a rank to hand over its state after SIGTERM.
-        progress_s: after a loss, a process that does not join the rendezvous within this number of seconds is ended. A
-            new process has three times as long to become ready.
+        progress_s: seconds after a loss within which a process must join the rendezvous, or it is ended. A new process
+            may take three times as long.
     """
 
     min_ranks: int = 1

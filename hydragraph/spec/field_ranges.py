@@ -13,7 +13,7 @@ from hydragraph.spec.workload import IGNORED, Sequence
 
 @dataclass(frozen=True, order=True)
 class FieldRange:
-    """Valid values of a field that indexes a model's table or is the loss's target.
+    """Valid values of a field that indexes an embedding table or is a target of the loss.
 
     Attributes:
         low, high: valid range [low, high).
@@ -42,7 +42,7 @@ class FieldRange:
             at = [int(n) for n in outside]
             place = at[0] + sequence.moved * (self.field == "labels")
             raise ValueError(
-                f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the "
+                f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the range "
                 f"{self.low} to {self.high - 1} of {self.where}; correct the data, or build the model with more rows"
             )
 

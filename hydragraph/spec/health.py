@@ -1,4 +1,4 @@
-"""Health of devices. In the YAML `{3: 2.57, 5: inf}`, rank 3 takes 2.57 times as long and rank 5 is lost."""
+"""Health of devices. In the YAML `{3: 2.57, 5: inf}`, rank 3 is 2.57 times as slow as normal, and rank 5 is lost."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Health:
         data = load_yaml(path)
         if not isinstance(data, dict):
             raise ValueError(
-                f"{path}: it is {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}, or {{}} if all are "
+                f"{path} contains {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}, or {{}} if all are "
                 "healthy"
             )
-        # YAML itself writes infinity as .inf.
+        # In YAML, "inf" is a string; infinity is written ".inf".
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
         try:
             return cls(rates)

@@ -19,17 +19,18 @@ _EQUAL_TEXT = "equal"
 
 @dataclass(frozen=True)
 class Home:
-    """Owners of the state (fp32 weights and optimizer state); they update it, and forwards pull weights from them.
+    """Ranks that own and update the state (fp32 weights and optimizer state); forwards pull the weights from them.
 
     Attributes:
         shares: each rank's relative share of every bucket (0: the rank owns no state); None means equal shares.
-        copies: 1 or 2. With 2, every element has a second owner on another node, which also updates it, and a rank's
-            share counts both copies.
-        buckets: shares by rank of individual buckets, by bucket name. A bucket is the trainable or the frozen part of a
+        copies: 1 or 2. With 2, each element has a second owner on another node that also updates it; `shares` count
+            both copies.
+        buckets: individual buckets' shares by rank, by bucket name. A bucket is the trainable or the frozen part of a
             block, or a tied parameter.
-        nodes: node of each rank, for copies. None: each host is a node, or each rank if all are on one host.
+        nodes: node of each rank, for copies. None: each host is a node; on a single host, each rank counts as a node.
         rule: choice of owners for other buckets: "stages" chooses the ranks of the stages that use the bucket; "auto"
-            chooses ranks with the fastest exchanges, within their memory. `shares` are then relative to each other.
+            chooses ranks with the fastest exchanges, within their memory. With a rule, `shares` are relative weights of
+            the chosen ranks.
     """
 
     shares: Sequence[float] | None = None
@@ -48,7 +49,7 @@ class Home:
         buckets = {str(name): _shares(f"buckets.{name}", shares) for name, shares in sorted(self.buckets.items())}
         object.__setattr__(self, "buckets", buckets)
         if isinstance(self.copies, bool) or self.copies not in (1, 2):
-            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
+            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of every element")
         if self.nodes is not None:
             object.__setattr__(self, "nodes", _nodes(self.nodes))
         counts = {len(numbers) for _, numbers in self._lists()}
@@ -99,8 +100,8 @@ class Home:
     def on(self, nodes: Sequence[int]) -> Home:
         """Return this home with the node of each rank filled in.
 
-        `self.nodes` is used if it is set, otherwise `nodes`; if `nodes` is a single node, each rank counts as its own
-        node.
+        `self.nodes` is used if it is set, otherwise `nodes`; if `nodes` names only one node, each rank counts as its
+        own.
         """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes
@@ -142,7 +143,7 @@ class Home:
             name, equals, value = part.partition("=")
             if not equals or not name or not value or name in values or name in buckets:
                 raise ValueError(
-                    f"home {text!r}: {part!r}: write copies=2, nodes=0,0,1, or a bucket's shares, embed=1,0"
+                    f"home {text!r}: {part!r}: write copies=2, nodes=0,0,1, or a bucket's shares: embed=1,0"
                 )
             if name == "copies":
                 values[name] = int(value) if value.isdecimal() else value

@@ -57,7 +57,8 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
         rows = len(value) if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()) else -1
         if rows != len(ids):
             raise ValueError(
-                f"sequence {first}: {name} has {max(rows, 0)} rows and input_ids {len(ids)}; pass one row per sequence"
+                f"sequence {first}: {name} has {max(rows, 0)} rows, but input_ids has {len(ids)}; pass one row per "
+                "sequence"
             )
     for i in range(len(ids)):
         yield {name: value[i] for name, value in fields.items()}
@@ -83,7 +84,7 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
     row = dict(row)
     types = row.get(_TYPES)
     if _TYPES not in own and isinstance(types, Tensor) and not types.any():
-        del row[_TYPES]  # zeros are the models' default
+        del row[_TYPES]  # models use zeros by default
     mask = row.pop(MASK, None) if MASK not in own else None
     if mask is None:
         return row
@@ -109,5 +110,5 @@ def _refused(what: str, index: int) -> Unsupported:
     return Unsupported(
         what,
         where=f"sequence {index}",
-        remedy="pad on the right only ([L], 1 for tokens, then 0), or pass each sequence without padding",
+        remedy="pad on the right only (a mask [L] of ones, then zeros), or pass each sequence without padding",
     )

@@ -15,7 +15,7 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers on a group of devices, tensor-parallel over all of them.
+    """Consecutive layers, tensor-parallel over a group of devices.
 
     Attributes:
         sequence_parallel: split the tokens over the devices between tensor-parallel regions.

@@ -51,9 +51,9 @@ class StageKind(NamedTuple):
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Number of pieces with `sums_in_pieces`. More pieces would hide more, but each piece adds latency.
+# Number of pieces with `sums_in_pieces`. More pieces would hide more of the sums, but each piece adds latency.
 PIECES = 2
-# Memory budgets that the planner proposes; few, because each budget is compiled.
+# Memory budgets that the planner proposes; few, because each needs its own compilation.
 BUDGETS = (0.75, 0.5, 0.25)
 
 

@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Pipelines that each hold the whole model and divide a mini-batch; ranks in no pipeline are idle.
+    """Pipelines, each of the whole model, that divide a mini-batch; ranks in no pipeline are idle.
 
     Pipelines may share a stage whose devices (in order), layers and flags are equal. A shared stage stores weights and
     gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both
@@ -59,8 +59,7 @@ class Strategy:
             if pipeline.layers != self.layers:
                 raise ValueError(
                     f"pipeline {i} has {_layer_sum(pipeline)} layers, but pipeline 0 has "
-                    f"{_layer_sum(self.pipelines[0])}: missing or doubled layers; every pipeline holds the whole "
-                    "model, so make the totals equal"
+                    f"{_layer_sum(self.pipelines[0])}: every pipeline holds the whole model, so make the totals equal"
                 )
 
     def _check_devices(self) -> None:
@@ -148,7 +147,7 @@ class Strategy:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of six hexadecimal digits, which differs for equal names with different numbers of layers."""
+        """Hash of six hexadecimal digits; it also covers the numbers of layers, which the name may omit."""
         content = json.dumps(asdict(self, dict_factory=_fingerprinted), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
@@ -217,7 +216,7 @@ class Strategy:
         if at and strategy.fingerprint != fingerprint.strip():
             raise ValueError(
                 f"strategy text {text!r}: with {layers} layers, this text is another strategy, {strategy}; "
-                "give the number of layers that it was made for, or remove the part from '@'"
+                "give the number of layers that it was made for, or remove '@' and the digits after it"
             )
         return strategy
 

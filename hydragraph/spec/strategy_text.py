@@ -40,7 +40,7 @@ _SWITCHES = {"s": "sequence_parallel", "o": "offload", "p": "sums_in_pieces"}
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:
-    """Return the schedules that the planner tries. Inductor does not support zb-h1, which splits backwards."""
+    """Return the schedules that the planner tries: zb-h1 only without Inductor, which cannot split backwards."""
     return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
 
 
@@ -74,7 +74,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return `<tp,pp,v>` on devices first, first + 1, ...; the last stages get the remaining layers."""
+    """Return `<tp,pp,v>` on devices first, first + 1, ...; the last stages get a layer more if some remain."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
@@ -195,7 +195,7 @@ def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) ->
     if pp * visits > layers:
         raise reader.error(f"{pp * visits} stages for {layers} layers: use at most one stage per layer", start, token)
     if pp == 1 and visits > 1:
-        raise reader.error("interleaved stages need at least pp2: one group of devices never waits", token)
+        raise reader.error("interleaved stages need at least pp2: with pp1, no device waits for others", token)
     return tuple(regular_pipeline(tp, pp, layers, first + i * tp * pp, visits, **flags) for i in range(count))
 
 

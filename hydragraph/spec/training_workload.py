@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q equal sequences of Q / T tokens, for the mean of T = sum l and Q = sum l^2 over mini-batches."""
+        """T^2 / Q equal sequences of Q / T tokens; T and Q are the means over mini-batches of sum l and sum l^2."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

@@ -23,7 +23,7 @@ class Sequence:
     Attributes:
         ids, labels: token ids and labels, [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: number of positions that labels were shifted by.
+        moved: number of positions by which labels were shifted.
         padding: padding value of each user-defined field, if it is not 0.
     """
 
@@ -64,7 +64,7 @@ def sequence_of(
         given: 1-D integer ids, or a mapping with input_ids, labels or shift_labels (-100: no target), and user-defined
             fields [L, ...]. A field without sizes may be one number for all tokens. position_ids 0, 1, 2, ... are
             ignored.
-        causal: shift labels by one position, and use input_ids if labels are missing; otherwise labels are required.
+        causal: True: shift labels by one position, and use input_ids if labels are missing. False: labels are required.
             shift_labels are never shifted.
 
     Returns:

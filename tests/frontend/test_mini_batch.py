@@ -54,7 +54,9 @@ def test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut(s
     runs = hg.launch(on_a_rank, 2, prepared, strategy)
     for messages, _, _ in runs:
         ids, negative, labels, long, left = messages
-        assert ids.startswith("sequence 1: input_ids is 101 at position 1, outside the 0 to 100 of transformer.wte")
+        assert ids.startswith(
+            "sequence 1: input_ids is 101 at position 1, outside the range 0 to 100 of transformer.wte"
+        )
         assert negative.startswith("sequence 1: input_ids is -1 at position 0")
         assert labels.startswith("sequence 1: labels is 101 at position 1")
         assert long.startswith("sequence 1 has 257 tokens, but transformer.wpe.weight has 256 positions")

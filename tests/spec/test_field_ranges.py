@@ -25,7 +25,7 @@ LIMITS = (
     [
         (
             torch.tensor([1, 64]),
-            "sequence 1: input_ids is 64 at position 1, outside the 0 to 63 of wte; correct the data",
+            "sequence 1: input_ids is 64 at position 1, outside the range 0 to 63 of wte; correct the data",
         ),
         (torch.tensor([-1, 3]), "sequence 1: input_ids is -1 at position 0"),
         (

@@ -92,5 +92,5 @@ def test_labels_that_count_in_the_padding_are_refused() -> None:
 
 
 def test_a_field_without_a_row_for_each_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence 0: labels has 2 rows and input_ids 3; pass one row per sequence"):
+    with pytest.raises(ValueError, match="sequence 0: labels has 2 rows, but input_ids has 3; pass one row"):
         sequences_in({"input_ids": IDS, "labels": IDS[:2]})

@@ -296,7 +296,7 @@ def test_recompute_is_a_boolean_or_a_budget_in_hundredths(value: object) -> None
         (
             Strategy,
             (Pipeline((Stage((0,), 8),)), Pipeline((Stage((1,), 4), Stage((2,), 3)))),
-            "pipeline 1 has 4 + 3 = 7 layers, but pipeline 0 has 8: missing or doubled layers",
+            "pipeline 1 has 4 + 3 = 7 layers, but pipeline 0 has 8: every pipeline holds the whole model",
         ),
     ],
 )
