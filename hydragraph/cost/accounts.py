@@ -62,8 +62,8 @@ class TimeAccount:
     """Seconds of one rank's iteration by kind.
 
     Attributes:
-        transfers: by message, the seconds from the time when its last participant started it; traces have only messages
-            for which a rank waited.
+        transfers: seconds of each message after its last participant started it; traces have only messages for which a
+            rank waited.
     """
 
     seconds: Mapping[TimeKind, float]
@@ -230,7 +230,7 @@ def _value(transfer: Instruction) -> str:
 
 
 def _awaited(timeline: Timeline, a: int, i: int) -> Iterable[int]:
-    """Return the transfers that a computation waits for; a commit waits for all, ordered by their ends."""
+    """Return the transfers for which instruction i waits; for a commit, all transfers in the order of their ends."""
     program = timeline.actors[a].program
     if program.instructions[i].op is not Op.COMMIT:
         return program.needs[i]

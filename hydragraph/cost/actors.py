@@ -63,7 +63,7 @@ class ActorProgram:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
-        """Sort instructions into queues; a missing value makes its reader wait forever."""
+        """Sort instructions into queues; instructions that read a missing value wait forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", *dict.fromkeys(_QUEUES.values()))}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
@@ -194,7 +194,7 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        # Beats, and neighbors of interleaved stages, determine the order of instructions.
+        # The order of instructions depends on `beats`, and on the neighbors of interleaved stages.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())

@@ -42,14 +42,15 @@ class BlockPiece:
     Attributes:
         seconds: seconds of the forward and the backward together; approximate if these curves are tables.
         parameters: parameter elements on the rank.
-        kept: bytes per token that are saved from the forward to the backward.
+        kept: bytes per token that the forward saves for the backward.
         working, fixed: temporary bytes per token, and temporary bytes independent of the tokens.
         frozen: parameter elements without gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter with recomputation.
-        reduced: numbers of hidden states that tensor-parallel ranks sum in forward and backward, besides `seconds`.
+        reduced: numbers of hidden states that tensor-parallel ranks sum in forward and backward; `seconds` excludes
+            these sums.
         during_sums: seconds per token of weight gradients computed during each sum of the backward
             (`passes/overlap_collectives.py`).
-        before_sums: seconds per token of the product before each sum, first for the sums of the forward; 0 if none.
+        before_sums: seconds per token of the product before each sum, starting with the sums of the forward; 0 if none.
     """
 
     seconds: Constants
@@ -89,7 +90,7 @@ class PricedDevice:
     """The device on which pieces were measured.
 
     Attributes:
-        memory: bytes for a rank, without the margin.
+        memory: bytes that a rank may use, less the margin.
         elements: number of parameter elements of the model.
         itemsize: bytes per element in the compute dtype.
         frozen: number of parameter elements without gradient and moments.

@@ -2,7 +2,7 @@
 
     S, V            stages, micro-batches
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
-                    EARLY      before a forward, without waiting for its message
+                    EARLY      work before a forward that does not need its message
                     FORWARD, BACKWARD
                     AHEAD      message with a hidden state from stage s to s + 1
                     BACK       message with its gradient from stage s + 1 to s

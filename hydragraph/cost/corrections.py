@@ -5,7 +5,7 @@ logarithms of the latest samples.
 
     base of a type     lower median over its ranks of the median over their forwards and backwards
     straggler          a rank above the base by more than a tenth and more than the scatter of its samples
-    factor of a kind   median of all samples of the type's other ranks, from 1/4 to 4
+    factor of a kind   median of all samples of the type's ranks except stragglers, limited to 1/4 to 4
     rate of a rank     slowdown of a straggler beyond these factors
 
 Stragglers within a tensor-parallel stage are not identified.

@@ -116,7 +116,7 @@ class Costs(Pricing):
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return costs under the home that the home's rule chooses for the strategies; without a rule, return self.
+        """Return costs under the owners that `home.rule` chooses for the strategies; without a rule, return self.
 
         Args:
             tokens: size of the largest micro-batch, for which memory is reserved; default: the fewest tokens that use a

@@ -95,7 +95,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    # A push's transfer to second owners may end after the consumer of the push.
+    # A push's transfer to second owners may end after the instruction that waits for the push.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 

@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Constants:
-    """Seconds for one micro-batch: c, plus a l^2 + b l and `near` times q(l) for each sequence of l tokens.
+    """Seconds for one micro-batch: c + the sum of (a l^2 + b l + near q(l)) over sequences of l tokens.
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
@@ -52,7 +52,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: attention must have a > 0 or windows, and a stage must have b > 0."""
+        """Whether the fit failed: a valid fit has c >= 0, a > 0 or `near`, and b > 0 or a positive `near`."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
@@ -91,8 +91,9 @@ class Constants:
 class Table:
     """Measured seconds: rows of (sequences, total tokens, seconds).
 
-    Seconds are interpolated linearly over the tokens, then over the mean length sum l^2 / sum l. The first segment
-    extrapolates down to 0 seconds, the last one up to twice the measured tokens.
+    Seconds are interpolated linearly over the tokens, then over the mean length sum l^2 / sum l. Outside the measured
+    tokens, the first and last segments are extended, but never below 0 seconds and never beyond twice the measured
+    tokens.
     """
 
     rows: tuple[tuple[int, int, float], ...]

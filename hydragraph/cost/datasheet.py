@@ -50,8 +50,8 @@ class Roofline:
     """Fractions of a datasheet's peak rates that kernels reach.
 
     Attributes:
-        attention: fraction of the speed of large matrix products (`spec.known_devices`). On an A100 this is 62 % of
-            the peak, the middle of FlashAttention-2's measurements (Dao 2023).
+        attention: speed of attention, as a fraction of that of large matrix products (`spec.known_devices`). On an A100
+            this is 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
         half: size of a product's dimension (including tokens) that halves the product's speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; `memory` and `launch_s` are assumed.
@@ -66,7 +66,7 @@ class Roofline:
 Product = tuple[float, int, int]  # (uses of a weight [n, k] per token, n, k)
 ROOFLINE = Roofline()
 KERNELS = 2  # kernels per product: the product, and fused element-wise operators
-# Number of published runs on which no constant was fitted, and the mean error of their predictions
+# Number of published runs that were not used to fit constants, and the mean error of their predictions
 # (`benchmarks/published_runs.py`, 2026-11-29).
 PUBLISHED = {"without pipelines": (20, 0.080), "with pipelines": (19, 0.132), "on V100s mixed with T4s": (7, 0.099)}
 # AdamW reads four fp32 numbers per element and writes three.
@@ -85,7 +85,8 @@ def datasheet(
     Args:
         efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all degrees that divide the heads.
-        compiled: `passes.variants.Variants.get`, which gives memory; None: the profile contains no memory.
+        compiled: `passes.variants.Variants.get`, from whose graphs memory is computed; None: the profile contains no
+            memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a fraction of the datasheet's FLOP/s above 0 and at most 1")
@@ -178,7 +179,7 @@ class _Rates:
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
 
     def fixed(self, products: Sequence[Product]) -> float:
-        """Return the seconds of products that do not depend on the tokens: launches, and `half` additional tokens."""
+        """Return the constant part of the products' seconds: launches, and `half` additional tokens."""
         if not self.roofline:
             return 0.0
         operations = sum(2 * times * n * k * self._slower(n, k) for times, n, k in products)
@@ -225,7 +226,7 @@ class Operations:
         attention: operations per pair of tokens.
         products: (times per token, n, k) of each weight [n, k].
         during_sums: products whose weight gradients are computed during each tensor-parallel sum of the backward.
-        before_sums: products whose results each sum adds up over the ranks, first for the sums of the forward.
+        before_sums: products whose results each sum adds up over the ranks, starting with the sums of the forward.
     """
 
     attention: Mapping[Reach, float]

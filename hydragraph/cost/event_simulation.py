@@ -1,7 +1,7 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
 An actor's computations are timed ahead of the clock as long as the ends of their inputs are known; transfers end when
-the clock reaches their end (`cost.shared_ports`). Events never begin before the clock.
+the clock reaches their end (`cost.shared_ports`). No event begins earlier than the clock.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
@@ -278,7 +278,7 @@ class Engine:
         meeting.entered[a] = (i, ready, (a, cause))
         if meeting.passage.whole:
             if len(meeting.entered) == len(self.actors):
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equals
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal times, the first
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
         later = row & (meeting.latest < ready)

@@ -93,7 +93,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
     """Return a footprint as linear functions of the tokens, from footprints at 1,024 and 2,048 tokens per rank.
 
-    These ignore that each sequence beyond the first adds 4 bytes per attention.
+    The functions ignore the 4 bytes that each further sequence adds per attention.
     """
     small = 1024 * part.tp
     large = 2048 * part.tp

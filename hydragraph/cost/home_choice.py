@@ -6,7 +6,7 @@ owners. For frequencies w_s of strategies, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equal candidates the one that moves the fewest bytes, then the one with the smallest largest fraction. Each
+and among equal candidates the one that moves the fewest bytes, then the one whose largest fraction is smallest. Each
 bucket is chosen separately, because exchanges run one after another, unless limited memory requires a linear program
 for all buckets (`cost.home_room`).
 """
@@ -64,7 +64,7 @@ class HomeQuestion:
 
 @dataclass(frozen=True)
 class BucketClass:
-    """Buckets of equal form that the same stages use, and which therefore share a choice.
+    """Buckets of equal form that the same stages use, with one common choice.
 
     Attributes:
         users: strategy number -> the stages that use the buckets.
@@ -75,7 +75,7 @@ class BucketClass:
 
 
 def choose_home(question: HomeQuestion) -> Home:
-    """Return a home without a rule; a given home without a rule is returned unchanged.
+    """Return the home that the question's rule chooses; a home without a rule is returned unchanged.
 
     Raises:
         ValueError: the home does not match the ranks, or needs a second node that does not exist.
@@ -214,7 +214,7 @@ class _Choice:
         return any(stage.sequence_parallel for stage in stages)
 
     def _exchanges(self, bucket: Bucket, owners: Layout, stages: Stages, splits: bool) -> list[Transfers]:
-        from hydragraph.ir.link_volume import handed_on  # needs numba, which a single strategy does not
+        from hydragraph.ir.link_volume import handed_on  # numba is imported only for several strategies
 
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:
@@ -225,7 +225,7 @@ class _Choice:
 
     def _fits(self, classes: Sequence[BucketClass], parts: dict[str, Parts]) -> bool:
         room = self._question.room
-        assert room is not None, "called only with known memory"
+        assert room is not None, "`room` must be known"
         owned = sum(
             (self._copied(b) * parts[b.name] for bucket_class in classes for b in bucket_class.buckets),
             np.zeros(self.ranks),

@@ -24,7 +24,7 @@ class Traffic:
     """Bytes moved in one direction.
 
     Attributes:
-        src, dst: int64, sender and receiver of each pair, sorted, never equal.
+        src, dst: int64 sender and receiver of each pair, sorted; a rank never sends to itself.
         size: int64 bytes.
         local: bytes that do not leave their rank.
     """

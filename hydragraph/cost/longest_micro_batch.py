@@ -1,7 +1,7 @@
 """Maximum tokens of micro-batches that fit each rank's memory.
 
-Walks are slow, so a stage is skipped if it always fits when another stage fits: of two stages between the first and the
-last, the later one needs less memory if its blocks are a subset of the other's.
+A `rank_memory.Walk` is slow, so a stage is skipped if it always fits when another stage fits: of two stages between the
+first and the last, the later one needs less memory if its blocks are a subset of the other's.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class LongestMicroBatch:
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
         count = micro_batches_until_peak(DEFAULT_SCHEDULE, pipeline.rows, at)
-        assert count is not None, "the default schedule bounds what is in flight"
+        assert count is not None, "the default schedule bounds the micro-batches in flight"
         return self._peak(
             (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at), Strategy((pipeline,)), [count], rank
         )
@@ -123,7 +123,8 @@ class LongestMicroBatch:
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the peak of a rank of a shared stage.
 
-        In any order, stage s of S has at most S - s micro-batches of a pipeline in flight, the last stage one in total.
+        In any order, stage s of S stores at most S - s micro-batches of each pipeline; the last stage stores one in
+        total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
         last = left[0] == 1

@@ -88,7 +88,7 @@ class Profile:
         memory: memory model; None: only `limits` bound a micro-batch.
         limits: measured MaxLen of each scheme.
         hetero_sync_s: seconds that pipelines of different schemes add to an iteration.
-        failed, unfit: reasons why the fits of schemes and of kinds of stage failed.
+        failed, unfit: schemes (`failed`) and kinds of stage (`unfit`) whose fits failed, with the reasons.
         blocks: template of every block, in order.
         pieces: costs of each template and of AUX, by kind of stage.
         link, messages: link between two ranks, and the (bytes, seconds) to which it was fitted.
@@ -232,7 +232,7 @@ class Profile:
             raise FileNotFoundError(f"{path} does not exist; write a profile with hydragraph profile") from None
         except (IsADirectoryError, UnicodeDecodeError):
             raise ValueError(
-                f"{path}: a directory, but a profile is a JSON file: write one with hydragraph profile"
+                f"{path} is a directory, but a profile is a JSON file: write one with hydragraph profile"
             ) from None
         try:
             data = json.loads(text)
@@ -347,7 +347,7 @@ class Profile:
         return tuple(by_scheme[scheme] for scheme in schemes)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return the seconds that unlike pipelines add, by published constants."""
+        """Return the seconds that pipelines of different schemes add, by published constants."""
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:

@@ -47,7 +47,7 @@ class MemoryCurves(Sequence[MemoryCurve]):
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
     """Return the exchanges ended before each instruction, as in the executor.
 
-    A finished pull without data ends before the next computation, and a finished push before the next push.
+    It ends a finished pull without data at the next computation, and a finished push at the next push.
     """
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}

@@ -3,8 +3,8 @@
     s    fraction of full recomputation's operations that the budget repeats; without graphs, 1 - budget
     b    the memory budget
 
-The backward takes longer by the fraction s of the time that full recomputation adds, without attention, whose results
-are always saved. The block saves the fraction b of the bytes.
+The backward takes longer by s times the seconds that full recomputation adds. These exclude attention, because its
+results are always saved. The block saves the fraction b of the bytes.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ProfileBlocks:
         return lines is not None and lines.added
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; without graphs, operations count as proportional to memory."""
+        """See `PricedBlocks`; without graphs, operations are assumed to be proportional to memory."""
         return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:

@@ -50,7 +50,7 @@ class MemoryModel:
 
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
         tp, pp = scheme
-        # PP does not divide the embedding.
+        # Pipeline parallelism does not divide the embedding.
         layer = self.layers * self.hidden**2 * self.states
         alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)

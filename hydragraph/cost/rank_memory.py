@@ -1,7 +1,7 @@
 """Memory of one rank in one iteration, from its program and compiled graphs.
 
-At home, the rank's shard needs 16 bytes per element (weight, gradient and AdamW's two moments in fp32; see
-`state_bytes`), and 4 if frozen. Temporary memory of kernels and of the optimizer's update is not included.
+A rank's shard of the state needs 16 bytes per trained element (weight, gradient and AdamW's two moments in fp32; see
+`state_bytes`), and 4 per frozen element. Temporary memory of kernels and of the optimizer's update is not included.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def rank_memory(
     """Estimate a rank's peak in one training iteration.
 
     Args:
-        messages: include pulls and pushes, which are in flight until they must have arrived.
+        messages: include pulls and pushes, each in flight until an instruction waits for it.
         home: owners of the state; None: equal shares. Without nodes, each rank counts as a node.
         over: see `Walk`.
 
@@ -174,7 +174,7 @@ def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) 
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # One set of micro-batches enters while another leaves.
+        # One round of micro-batches begins while another ends.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
@@ -195,7 +195,7 @@ class Walk:
         home_of: returns the owners of a bucket; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
         over: for an instruction's index, exchanges (`exchange_name`) that have ended before it, in addition to those
-            for which it waits; None: all stay in flight until they must have arrived.
+            for which it waits; None: there are no such exchanges.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk with the same number of other micro-batches."""
+        """Return a walk with other micro-batches, whose number must be the same."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -292,7 +292,7 @@ class Walk:
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Apply an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
-            if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides
+            if value.kind is ValueKind.WEIGHTS:  # the exchange ends for senders too
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
                 self._alive.drop(exchange_name(Op.PUSH, value.exchange))
@@ -373,8 +373,8 @@ class Walk:
             self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
         link = self._known_links[key]
         total = gradients(name)
-        kept = () if link.outgoing else (total,)  # without a copy, the value is the message
-        size = max(link.outgoing + link.incoming, link.handed)  # one after the other
+        kept = () if link.outgoing else (total,)  # if no copy is made, the value itself is sent
+        size = max(link.outgoing + link.incoming, link.handed)  # to first owners, then to second owners
         if bucket_of(name) in self._pushed:
             size += added_bytes(*layouts, self._rank)
         self._pushed.add(bucket_of(name))
@@ -485,7 +485,7 @@ class Walk:
         return self._hidden_bytes(m) // (self._part.tp if self._part.sequence_parallel else 1)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether a block's input and output are not split on sequence-parallel ranks."""
+        """Return whether sequence-parallel ranks receive a block's input whole, and send its output whole."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None

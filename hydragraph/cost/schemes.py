@@ -54,7 +54,7 @@ class CostedSchemes:
         self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
         self.failed = profile.failed
         self.limits = profile.limits
-        self.memory = None  # memory comes from walks
+        self.memory = None  # `Costs` computes the memory
         self._known: dict[Scheme, PipelineCost] = {}
         self._placed: dict[Pipeline, PipelineCost] = {}
         self._charges: dict[tuple[Scheme, ...], float] = {}
@@ -93,7 +93,7 @@ class CostedSchemes:
         return self._charges[key]
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0, because `charge` runs a slow simulation."""
+        """Return 0, because a search has no time for the simulation in `charge`."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
@@ -115,7 +115,7 @@ def schemes_of(
         home: owners of the state; default: equal shares.
     """
     if profile.blocks and profile.device is not None:
-        from hydragraph.cost.costs import Costs  # needs PyTorch, which published constants do not
+        from hydragraph.cost.costs import Costs  # PyTorch is not needed for published constants
 
         return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)
     return profile if schemes is None else profile.only(schemes)

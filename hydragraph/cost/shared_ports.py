@@ -1,7 +1,7 @@
 """Transfers that share ports and network cards.
 
-A flow occupies a resource for a fraction of its time. While the fractions on a resource add up to s > 1, its flows run
-at 1 / s of their speed; the slowest resource of a flow determines its speed.
+A flow uses each resource for some fraction of the time. While the fractions on a resource add up to s > 1, flows that
+use it run at 1 / s of full speed; the speed of a flow is that of its slowest resource.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Used = tuple[tuple[int, float], ...]  # (resource, part)
 
 
 class Flow:
-    """A transfer with `left` more seconds at full speed at time `since`, which then runs at `rate` of full speed."""
+    """A transfer that needs `left` seconds of full speed from time `since` on, and runs at `rate` of full speed."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
@@ -27,7 +27,7 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # changes of rate, which invalidate earlier ends
+        self.version = 0  # number of changes of rate; each invalidates earlier ends
 
 
 class Flows:

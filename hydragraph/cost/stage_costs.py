@@ -71,7 +71,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Hop:
-    """Messages that the ranks of one stage send to the next at the same time.
+    """Messages that all ranks of a stage send to the next stage at the same time.
 
     Attributes:
         links: links of the slowest rank's consecutive messages.

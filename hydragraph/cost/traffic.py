@@ -1,8 +1,8 @@
 """Time of concurrent messages, and the ports and cards that they occupy.
 
-A rank receives its messages one after another, and sends its messages one after another, in both directions at the same
-time. Ranks share a network card's bandwidth. The slowest rank of a *group*, such as a stage, determines the group's
-time. A rank's rate scales the latency of its messages.
+A rank receives one message after another and, at the same time, sends one message after another. Ranks share a network
+card's bandwidth. The slowest rank of a *group*, such as a stage, determines the group's time. A rank's rate scales the
+latency of its messages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Passage:
 
     Attributes:
         seconds: time of each group without other traffic, 0 if the group takes no part [G].
-        partners: whether groups exchange data; a participant is its own partner [G, G].
+        partners: whether two groups exchange data [G, G]; true for a group and itself if it takes part.
         occupied: (resource, fraction of `seconds`) pairs of each group.
     """
 
@@ -117,7 +117,7 @@ class Roads:
 
     @cached_property
     def _links(self) -> LinkTable:
-        from hydragraph.cost.message_rounds import LinkTable  # needs numba, which only exchanges need
+        from hydragraph.cost.message_rounds import LinkTable  # numba is imported only for exchanges
 
         links = [
             self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)
@@ -175,7 +175,7 @@ class Roads:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        for base, at in ((0, src), (groups, dst)):  # the busiest port counts
+        for base, at in ((0, src), (groups, dst)):  # only the group's busiest port counts
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):
