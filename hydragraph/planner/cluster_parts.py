@@ -1,4 +1,4 @@
-"""Subsets of a cluster's nodes, because plans on fewer nodes are best if communication takes longer than computation.
+"""Subsets of a cluster's nodes; a plan on fewer nodes can be faster if most of the time is communication.
 
 nodes, fastest first    A A A B  (of two kinds)
 the first 1, 2, 4, ...  A | A A

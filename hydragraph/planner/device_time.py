@@ -1,4 +1,4 @@
-"""Mean time per device of an iteration, in seconds by cause.
+"""Seconds of an iteration by cause, averaged over devices.
 
 computation  forwards and backwards, including tensor-parallel communication
 traffic      exposed pulls, pushes and messages, and the update

@@ -4,7 +4,7 @@ pipeline recurrence     every proposal: a lower bound on its time
 traffic of each card    every proposal: another lower bound
 estimate with traffic   proposals whose bounds are below the best time
 fewer pipelines         the best proposals, while removing pipelines saves time
-micro-batches           proposals that may then be the best: formed as in a run
+micro-batches           proposals that may still be the best: micro-batches formed as in a run
 memory and owners       proposals that may still be the best
 simulation              the best proposal, and every proposal that may be faster
 """
@@ -164,7 +164,7 @@ def _busy(proposal: Proposal) -> Proposal:
         return proposal
     strategies = (proposal.strategy, proposal.across)
     strategy, across = (None if whole is None else _some(whole, runs) for whole in strategies)
-    assert strategy is not None, "some pipeline runs micro-batches"
+    assert strategy is not None, "some pipeline must run micro-batches"
     micro_batches = tuple(compress(assignment.micro_batches, runs))
     return replace(proposal, strategy=strategy, assignment=Assignment(micro_batches, assignment.lengths), across=across)
 
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate proposals that the best estimate excluded: settled plans may take longer than this estimate."""
+        """Estimate proposals that the best estimate excluded, because settled plans may be slower than estimated."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break

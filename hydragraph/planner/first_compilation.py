@@ -1,8 +1,8 @@
 """Compilation of the planner's search in other processes.
 
 numba compiles a function on its first call: 50 CPU seconds for the whole planner. Installation fills numba's cache
-(`setup.py`). If the cache is empty, processes plan for a made-up model while a command imports PyTorch and captures its
-own model:
+(`setup.py`). If the cache is empty, other processes plan for a made-up model while the command imports PyTorch and
+captures its own model:
 
     python -m hydragraph.planner.first_compilation stages    Metis's search over stages
     python -m hydragraph.planner.first_compilation devices   the search over devices
@@ -47,7 +47,7 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     Yields whether there is anything to compile.
 
     Args:
-        seconds: maximum time to wait before this process compiles the functions.
+        seconds: maximum time to wait before this process compiles the functions itself.
     """
     last = {"stages": exact_optimum.best_labels, "devices": message_rounds.together}
     if varying:

@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum running and searched strategies, and minimum estimates.
+# Maximum numbers of running and searched strategies, and minimum number of estimates.
 RUNNING = 3
 MOST = 4
 FEWEST = 5

@@ -6,7 +6,7 @@ which all blocks of all sequences can be distributed: a linear program.
 
 The bound is at least a sequence's fastest pass through all blocks, with input gradients only (zb-h1).
 
-With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) of the time
+With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) times the time
 without stragglers.
 """
 

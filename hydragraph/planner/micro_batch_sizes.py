@@ -20,7 +20,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
 ANY = 2**62
-# Steps of a bisection (precision 1e-9), and its tolerance on a number of sequences.
+# Steps of a bisection (precision 1e-9), and its tolerance when it counts sequences.
 HALVES = 30
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # minimum seconds of a sequence

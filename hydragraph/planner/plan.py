@@ -87,7 +87,7 @@ class Plan:
         home: owners of the state.
         strategies: candidates for varying lengths, `strategy` first.
         seconds: mean time of an iteration.
-        choosing_s: mean time of an iteration if each mini-batch runs the fastest strategy.
+        choosing_s: mean time of an iteration if each mini-batch runs its fastest strategy.
         memory: peak bytes of each rank.
         limits: bytes that each rank may use.
         bound: a lower bound on `seconds`.
@@ -141,7 +141,7 @@ class Plan:
         most = max(self.limits[rank] for rank in self.spare)
         smallest = min(self.memory[rank] for rank in self.strategy.devices)
         if most < smallest:
-            return f"their {most / 1e9:.3g} GB are less than the {smallest / 1e9:.3g} GB of the smallest part"
+            return f"their {most / 1e9:.3g} GB are less than the {smallest / 1e9:.3g} GB that each working rank needs"
         return "no plan with any of them was found that fits"
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` before expensive costs are made.
+    """Check the arguments of `plan` before the costs, which take long.
 
     Raises:
         ValueError: an invalid method, solver or deadline.
@@ -243,7 +243,7 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # With healthy rates, a rank that became slow keeps its state.
+    # The order by healthy rates does not change if a rank becomes slow, so it keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)

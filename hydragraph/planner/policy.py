@@ -13,7 +13,7 @@ class Policy:
     """Settings for planning iterations.
 
     Attributes:
-        gain: fraction of the best static strategy's time that choosing one in every iteration must save.
+        gain: fraction of the best static strategy's time that choosing a strategy in every iteration must save.
         sample: number of mini-batches for this comparison.
         workers: number of processes that plan ahead; 0: plan when a step begins.
         ahead: maximum mini-batches that are being planned or wait for their step.

@@ -323,7 +323,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return lines over a rank's share of the state: memory at peak activations, and at the end."""
+    """Return each rank's bytes as linear functions of its share of the state: at peak activations, and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))
@@ -337,7 +337,7 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return each rank's message bytes as owner of all state, at peak activations and the end, and gradient bytes.
+    """Return each rank's message bytes if it owned all state (at peak activations, at the end), and gradient bytes.
 
     Sent weights stay in memory until the commit; gradients of later stages arrive during computation.
     """

@@ -27,7 +27,7 @@ INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
 # Numbers of stages per device, tried in turn while the time decreases.
 VISITS = (2, 4)
-# Minimum fraction of the time without full recomputation, which adds a forward.
+# Minimum fraction of an iteration's time that remains without full recomputation, which repeats the forward.
 LEAST = 3 / 4
 
 

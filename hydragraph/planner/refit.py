@@ -13,7 +13,7 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return the known strategies that fit; if none fits, return a strategy like the first on `ranks` ranks.
+    """Return the known strategies that fit; if none fits, return one for `ranks` ranks that resembles the first.
 
     A pipeline gets at least as many devices as the smallest pipeline of the first strategy, unless fewer are left. The
     tensor-parallel degree is kept if possible, which avoids compilation.
@@ -37,7 +37,7 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies, most ranks and pipelines first: of the model's degrees if few ranks are idle, then of any."""
+    """Yield strategies, most ranks and pipelines first: with `model`'s degrees if few ranks are idle, then with any."""
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
     smallest = min(len(pipeline.devices) for pipeline in model.pipelines)

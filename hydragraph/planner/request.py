@@ -18,7 +18,7 @@ class PlanRequest:
     """Planning input that all iterations share.
 
     Attributes:
-        charges: seconds of each candidate besides computing.
+        charges: seconds of each candidate's iteration beyond its slowest pipeline.
         guessed: whether costs are rough; if so, MaxLen is raised for longer sequences.
     """
 

@@ -1,6 +1,6 @@
 """Home of a plan: owners by rank or by block, limited by memory, and balanced by speed and link.
 
-Rank r takes s_r k_r seconds to own a fraction s_r of the state, and the largest time T counts. The fractions are s_r =
+Rank r needs s_r k_r seconds for its fraction s_r of the state; T is the largest of these times. The fractions are s_r =
 min(room_r, T / k_r) for the least T such that they add up to 1.
 """
 

@@ -3,7 +3,7 @@
 With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, a
 rank stores all weights and pushes gradients once per micro-batch.
 
-An iteration takes at least the time of its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the
+An iteration takes at least the time of its computation, 1 / (sum_p 1 / W_p) if pipeline p alone takes W_p for the
 mini-batch, and at least the time of the slowest rank's traffic. Strategies with the lowest bounds are simulated.
 """
 

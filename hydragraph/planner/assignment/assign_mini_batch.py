@@ -1,7 +1,7 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Sequences are dispatched by pipelines' times with the best number of equal micro-batches (`local_search.finish`,
-FORMED). Each pipeline's share is packed; the excess over that time is added to the pipeline's end in the next round.
+Each round dispatches sequences as if every pipeline ran the best number of equal micro-batches (`local_search.finish`,
+FORMED), then packs each pipeline's share. The next round corrects the ends by the difference.
 
 The rounds use an envelope: every stage is as slow as the slowest stage, and filling and draining take (PP - 1) times
 the largest micro-batch. The best result is improved with the actual schedule (`schedule_search`).
@@ -76,7 +76,7 @@ def assign(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        deadline_s: seconds in which improvements may start; 0: no search; None: the search is deterministic.
+        deadline_s: seconds after which no further improvement starts; 0: no search; None: the search is deterministic.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or a scheme is not in the profile.
@@ -126,7 +126,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
 
 
 def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
-    """Return cost terms that are a lower bound on a stage's seconds."""
+    """Return cost terms that give a lower bound on a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
     return stage_terms(problem.kinds, len(problem.lengths), int(problem.lengths[-1]))

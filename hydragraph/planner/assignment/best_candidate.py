@@ -21,7 +21,7 @@ class Verdict:
     Attributes:
         seconds: expected seconds, including `charge`; infinite if the candidate was not assigned.
         bound: lower bound on `seconds`.
-        charge: seconds besides computing.
+        charge: seconds of an iteration beyond the slowest pipeline.
         why: reason why the candidate lost; "" for the winner.
     """
 
@@ -100,7 +100,7 @@ def compare_pipelines(
     fitting = [i for i, limit in enumerate(reach) if limit >= longest]
     if not fitting:
         raise Unsupported(
-            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than every candidate takes "
+            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than fit any candidate "
             f"(at most {max(reach)})",
             where="planner",
             remedy="truncate it (max_length in the data), or add a candidate with a pipeline of more devices",

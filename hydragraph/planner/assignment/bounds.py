@@ -12,8 +12,8 @@ similar lengths, only finds good prices.
     lambda       [K]     `prices`: the duals of the capacities
 
 `schedule_bound` adds bounds from the schedule, for kinds whose backward is one action (`HOLDS_FOR`). If the shortest of
-some sequences takes t seconds forward to a stage, and u back, the pipeline ends no earlier than t + u plus these
-sequences' time on the stage. Bounds for all sequences above some length:
+some sequences takes t seconds to reach a stage forward, and u to return backward, the pipeline ends no earlier than t +
+u plus these sequences' time on the stage. Bounds for all sequences above some length:
 
     divided     the relaxation, with room z - t - u on each pipeline
     pigeonhole  each pipeline finishes a whole number of the p longest by z; together, pipelines must finish p
@@ -50,7 +50,7 @@ FORBIDDING = 1e6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The bound and its solution.
+    """Solution of the relaxation.
 
     Attributes:
         seconds: lower bound on the seconds of any assignment.
@@ -116,7 +116,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     solution = linprog(
         objective, A_ub=work, b_ub=np.zeros(kinds), A_eq=whole, b_eq=np.ones(len(starts)), method="highs"
     )
-    if solution.x is None:  # some sequence has no kind with room
+    if solution.x is None:  # no kind has room for some sequence
         return np.ones(kinds), np.zeros_like(cost)
     # The dual prices may be negative by rounding.
     shares = np.zeros((len(starts), kinds))

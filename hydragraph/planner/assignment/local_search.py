@@ -55,7 +55,7 @@ SINGLE = 2.0
 NEAR = 16
 # Fraction of the last end that a step must save: rounding must not keep the search running.
 LEAST_GAIN = 1e-12
-# This fraction with more than MANY sequences, for which steps are slower.
+# The same fraction for more than MANY sequences, for which steps are slower.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
@@ -207,7 +207,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # The pipeline of a kind that ends first is best, unless its longest sequence determines its end.
+            # Of equal pipelines, the one that ends first is best, unless its longest sequence determines its end.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key

@@ -60,8 +60,8 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the largest of `count` micro-batches.
 
-    For example, three of the 2 count + 1 sequences with most work share a micro-batch, which has at least the work of
-    the last three.
+    For example, of the 2 count + 1 sequences with most work, three share a micro-batch. It has at least the work of the
+    smallest three.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)

@@ -41,7 +41,7 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """For every set of kinds that some sequence fits exactly: the longest such length, and the kinds."""
+        """For all sequences that fit the same kinds: their greatest length, and these kinds."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
@@ -64,7 +64,7 @@ def problem_of(
     """Return the arrays of a mini-batch without empty sequences.
 
     Args:
-        formed: whether pipelines divide their work into micro-batches; otherwise Eq. 2 gives their ends.
+        formed: whether pipelines divide their work into micro-batches; if not, their ends follow Eq. 2.
         bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence) for "longest", (PP - 1) T(MaxLen) for "constant".
 
     Raises:
@@ -82,8 +82,8 @@ def problem_of(
         raise Unsupported(
             f"sequence {order[0]} has {int(sizes[0])} tokens, more than MaxLen = {longest} of every pipeline",
             where="planner",
-            remedy="truncate it (max_length in the data), or give more devices to a pipeline (tensor or pipeline "
-            "parallelism, more devices in all)",
+            remedy="truncate it (max_length in the data), or give more devices to a pipeline (a higher "
+            "tensor- or pipeline-parallel degree)",
         )
     kinds = tuple(dict.fromkeys(pipelines))
     kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)

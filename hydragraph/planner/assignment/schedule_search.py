@@ -64,7 +64,7 @@ class Draft(NamedTuple):
     Attributes:
         members, squares, tokens: sequences, sum l^2 and sum l of each micro-batch [M].
         near: sum of attention pairs within each reach [M + 2, W].
-        rows: seconds [M + 2, S, 5]; the last two micro-batches belong to a trial, as in `near`.
+        rows: seconds [M + 2, S, 5]; the last two rows, also of `near`, belong to trials.
         busy: computing seconds [P, S].
         spent: tasks so far [1].
         trial: two trial orders [2, C + 1].
@@ -345,7 +345,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return a lower bound of pipeline q's busiest stage with sequence i and without k (-1: none)."""
+    """Return a lower bound on the seconds of q's busiest stage with sequence i and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0

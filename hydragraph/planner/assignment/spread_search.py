@@ -1,7 +1,7 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
-The search starts from the rounded relaxation; longest first; Alg. 1; and longest first with random pipelines that
-refuse long sequences.
+Starting assignments: the rounded relaxation, longest first, Alg. 1, and longest first while random pipelines refuse
+long sequences.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def search(
     """Return the best assignment found [n].
 
     Args:
-        widely: also start from Alg. 1 and refusing pipelines.
+        widely: also start from Alg. 1 and from pipelines that refuse long sequences.
     """
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf

@@ -36,12 +36,15 @@ def _cvxpy() -> Any:
 
 
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
-    """Solve Eq. 3 for m[i, j] in {0, 1}: minimize max_j sum_i m[i, j] cost[i, j] + bubble_j (longest assigned)."""
+    """Solve Eq. 3 for m[i, j] in {0, 1}: minimize max_j (sum_i m[i, j] cost[i, j] + b_j).
+
+    b_j is the bubble of pipeline j's longest sequence.
+    """
     cp = _cvxpy()
     n = len(problem.lengths)
     count = len(problem.pipelines)
     cost = problem.cost[:, problem.kind_of]  # [n, P]
-    terms = problem.terms[problem.kind_of]  # [P, 8]
+    terms = problem.terms[problem.kind_of]  # [P, 8 + 3 W]
     fits = np.isfinite(cost)
     m = cp.Variable((n, count), boolean=True)
     end = cp.Variable()
@@ -57,10 +60,10 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
 
 
 def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Solve Eq. 1: for each V, find o[i, j] in {0, 1} that minimize the largest micro-batch, of at most MaxLen tokens.
+    """Solve Eq. 1: for each V, minimize max_j cost_j over o[i, j] in {0, 1}, with at most MaxLen tokens in each j.
 
     Returns:
-        The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
+        For the best V, the sequences of each micro-batch, and the seconds (PP - 1 + V) max_j cost_j.
     """
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):

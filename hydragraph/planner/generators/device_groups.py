@@ -1,8 +1,8 @@
 """Tensor-parallel groups inside nodes: groups of one degree for equal devices, small groups for stragglers.
 
-A group is as slow as its slowest device (Malleus: y = rho_k max x_g). For given sizes of groups, consecutive runs of a
-node's devices, the slowest first, are optimal (Malleus, theorem 1). The sizes do not decrease. Splits with the largest
-sum of 1 / y come first (theorem 2).
+A group is as slow as its slowest device (Malleus: y = rho_k max x_g). For given sizes of groups, it is optimal to cut a
+node's devices, sorted from slow to fast, into consecutive groups (Malleus, theorem 1). The sizes do not decrease.
+Splits with the largest sum of 1 / y come first (theorem 2).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # Few groups give few stages and pipelines, so take the fewest groups with at least 0.9 of the best power.
+    # Few groups give few stages and pipelines: take the fewest groups that have at least 0.9 of the best power.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)

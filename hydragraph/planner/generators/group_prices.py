@@ -43,8 +43,9 @@ class Option:
     """One way for a group to run its layers.
 
     Attributes:
-        aux_s: auxiliary values of a stage per micro-batch.
-        layer_s, first_s, last_s: forward and backward of a micro-batch in a layer, the first and the last block.
+        aux_s: seconds for auxiliary values of a stage per micro-batch.
+        layer_s, first_s, last_s: seconds of a micro-batch's forward and backward in a layer, the first and the last
+            block.
         state_bytes, first_bytes, last_bytes: weights and gradients of a layer, the first and the last block.
         kept_bytes: activations per layer and micro-batch in flight.
         own_bytes: working memory and hidden states.
@@ -83,7 +84,7 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return bytes, with messages, per byte of a stage's weights and gradients: at peak activations and at the end.
+        """Return factors for a stage's weight and gradient bytes that add messages: at peak activations, at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.

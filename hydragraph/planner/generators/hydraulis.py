@@ -1,7 +1,7 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
 The paper computes t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the
-number of devices that these sequences need within a time t:
+number of devices that need at most a time t for these sequences:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
@@ -42,7 +42,7 @@ STEP = 128
 PIPELINE_STEPS = 10
 # Minimum level of a proposal.
 SHORTEST = 8
-# Ratio of successive times of plans for shorter contexts.
+# Ratio of successive times t; a smaller t suffices for shorter sequences.
 SWEEP = 1.03
 
 
@@ -253,8 +253,8 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
     """Return an estimate of a strategy's seconds for all sequences up to a level.
 
-    Pipelines share a level in proportion to their speed. The levels above each pipeline's reach are also estimated
-    alone; the largest estimate counts.
+    Pipelines share a level in proportion to their speed. The levels above each scheme's longest sequence are also
+    estimated alone; the largest estimate counts.
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)

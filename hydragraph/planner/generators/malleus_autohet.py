@@ -26,7 +26,7 @@ WITHIN = 1.25
 SLOW = 1.5
 # The weakest sites may be left idle, up to this fraction of all power.
 WEAK = 0.3
-# Larger micro-batches overlap more traffic, so sizes up to this are tried while the time decreases.
+# Largest number of sequences per micro-batch to try; larger micro-batches overlap more traffic.
 LARGEST = 16
 
 

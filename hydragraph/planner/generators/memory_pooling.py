@@ -90,7 +90,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with layers that make it faster or make it fit."""
+    """Yield the candidate with its layers distributed to make it faster or make it fit."""
     if costs.ranks == 1:
         return
     bench = candidate.bench

@@ -3,8 +3,8 @@
 Metis's cost model only ranks plans; `Costs` prices the resulting pipelines. A replica's ranks are in one node, and
 memory is per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without recomputation.
 
-There are dp_max pipelines, the largest dp; each replica of a stage serves dp_max / dp pipelines. Example with 3 layers
-at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
+There are dp_max pipelines (the largest dp of a stage); each replica of a stage serves dp_max / dp pipelines. Example
+with 3 layers at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
 """

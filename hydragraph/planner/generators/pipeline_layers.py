@@ -9,7 +9,7 @@ layers. With m micro-batches a pipeline takes
 recomputation.
 
 For a bound T, stage j takes at most room_j(T) = max over options of min(cap, (T - f) / y) layers; the least T is found
-layer by layer. A few larger T are also tried, because their sum may be smaller.
+layer by layer. A few larger T are also tried, because sum_j t_j may then be smaller.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Bench:
 
         Args:
             pipelines: multiset of groups -> number of pipelines made of it.
-            worth: a lower bound of at least this many seconds is enough.
+            worth: from this many seconds on, a lower bound is returned.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))

@@ -75,7 +75,7 @@ def simple(
 
     Args:
         sizes: possible numbers of sequences per micro-batch.
-        apart: include plans on one node.
+        apart: include plans on a single node.
     """
     market = market or Market(costs)
     nodes = nodes_of(costs)

@@ -477,8 +477,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, the existing label must be better with the next stage's least bandwidth, `slow`, than
-    the new label with the largest.
+    If pending transfers differ, the existing label, priced with the next stage's least bandwidth (`slow`), must be
+    better than the new label with the largest.
     """
     label = head
     while label >= 0:

@@ -1,8 +1,9 @@
 """Metis's search and its memory-aware variant.
 
 For each order of types, division of ranks into stages and number of micro-batches, every stage begins with data
-parallelism only. Layers are divided over stages by speed, corrected by memory at most three times. A *step* is a change
-of degrees (one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes first:
+parallelism only. Layers are divided over stages by speed; memory corrects this division at most three times. A *step*
+is a change of degrees (one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes
+first:
 
     NAIVE   the stage with the least memory left in the last division that fitted; if none fitted, with the largest dp
     MEMORY  the stage that is most short of memory at the first attempt; if all fitted, with the least memory left
@@ -495,7 +496,7 @@ def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
 
 @compiled
 def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
-    """Write each stage's speed minus the share of all layers from its first to its last."""
+    """Write each stage's speed minus the sum of layers' shares from its first to its last layer."""
     count = speed.size
     first = np.full(count, -1, dtype=np.int64)
     last = np.full(count, -1, dtype=np.int64)
@@ -515,7 +516,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer to the stage with most capacity from its neighbor with least, if harmless; return whether it did."""
+    """Move a layer, if harmless, to the stage with most capacity from its neighbor with least; return success."""
     count = capacity.size
     most = 0
     for s in range(1, count):

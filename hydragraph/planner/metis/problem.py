@@ -176,7 +176,7 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         if not len(self.groups) == len(self.degrees) == len(self.layers) or not self.groups:
-            raise ValueError(f"{self}: give as many groups as degrees and layers, at least one")
+            raise ValueError(f"{self}: give equally many groups, degrees and layers, at least one of each")
         if any(dp * tp != group or tp & (tp - 1) for (dp, tp), group in zip(self.degrees, self.groups, strict=True)):
             raise ValueError(f"{self}: each dp * tp must be its group's ranks, and tp a power of two")
         devices = self.problem.cluster.devices
@@ -184,8 +184,8 @@ class StagePlan:
             raise ValueError(f"{self}: its groups have {sum(self.groups)} ranks, the cluster {devices}")
         if sum(self.layers) > self.problem.layers or min(self.layers) < 0:
             raise ValueError(
-                f"{self}: the model has {self.problem.layers} layers: give stages at most as many in total, and none "
-                "fewer than 0"
+                f"{self}: the model has {self.problem.layers} layers: give stages at most as many in total, and each "
+                "at least 0"
             )
         if self.batches < 1:
             raise ValueError(f"{self}: it needs at least one micro-batch")

@@ -42,7 +42,10 @@ class Measurement:
             )
         numbers = (*self.layers_ms, *self.memory_mb, self.forward_backward_ms)
         if not all(math.isfinite(x) and x >= 0 for x in numbers) or not sum(self.layers_ms) > 0:
-            raise ValueError("times and memory of layers must be finite and at least 0, and some time must be above 0")
+            raise ValueError(
+                "times and memory of layers must be finite and at least 0, and at least one layer's time must be "
+                "above 0"
+            )
 
     @property
     def sync_ms(self) -> float:
@@ -64,7 +67,7 @@ class MetisProfile:
         measurements: layers are balanced by the type of the first measurement.
         parameters_bytes: parameter bytes of the first, middle and last layer.
         optimizer_ms: optimizer step of the whole model.
-        hidden: numbers per token that layers send.
+        hidden: numbers that a layer sends per token.
         vocabulary: numbers per token of the output.
     """
 
@@ -80,7 +83,7 @@ class MetisProfile:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(
-                f"measurements have {sorted(depths)} layers: give one or more, all with equally many layers"
+                f"measurements have {sorted(depths)} layers: give one or more, all of the same number of layers"
             )
 
     @cached_property
