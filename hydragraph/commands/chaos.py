@@ -23,7 +23,7 @@ class ChaosOptions(ConfigOptions):
         int | None, typer.Option(min=0, help="Number of ranks to kill; default: 10, or 0 with --kinds.")
     ] = None
     slow: Annotated[int, typer.Option(min=0, help="Number of ranks to slow down for a second.")] = 0
-    joins: Annotated[int, typer.Option(min=0, help="Number of ranks to stop on request and replace.")] = 0
+    joins: Annotated[int, typer.Option(min=0, help="Number of ranks to ask to leave, and then replace.")] = 0
     kinds: Annotated[
         str | None, typer.Option(help="Further kinds of faults, such as two,again,rejoin; `?` lists all kinds.")
     ] = None
@@ -63,7 +63,7 @@ def chaos_command(options: ChaosOptions) -> None:
         with console.status("training disturbed") as status:
 
             def stepped(step: int, struck: int) -> None:
-                status.update(f"training disturbed: step {step}, {struck} of {len(strikes)} strikes")
+                status.update(f"training disturbed: step {step}, {struck} of {len(strikes)} faults")
 
             machines = disturbed_run.MACHINES if counts["preempt"] else 1
             disturbed = disturbed_run.run(stormy, strikes, stepped, machines=machines)
@@ -76,7 +76,7 @@ def chaos_command(options: ChaosOptions) -> None:
         if not config.deterministic:
             with console.status("training undisturbed on one rank, to measure the effect of rounding"):
                 control = disturbed_run.run(disturbed_run.alone(peaceful, folder), until=last).until(last)
-    table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} strikes, seed {options.seed}", show_header=False)
+    table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} faults, seed {options.seed}", show_header=False)
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)
     if control is not None:
@@ -84,7 +84,7 @@ def chaos_command(options: ChaosOptions) -> None:
     Console(width=120).print(table)
     wrong = []
     if len(disturbed.struck) < len(strikes):
-        wrong.append(f"only {len(disturbed.struck)} of {len(strikes)} strikes hit a rank before the run ended")
+        wrong.append(f"only {len(disturbed.struck)} of {len(strikes)} faults hit a rank before the run ended")
     if disturbed.code:
         wrong.append(f"the run failed: {disturbed.ending}")
     departed = disturbed_run.departure(disturbed, undisturbed, control)

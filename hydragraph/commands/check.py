@@ -59,14 +59,17 @@ class CheckOptions(ConfigOptions):
         typer.Option(help="GPU architecture, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
     ] = None
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs without --cluster; default: the config's ranks.")
+        int | None, typer.Option(min=1, help="Number of GPUs, instead of --cluster; default: the config's ranks.")
     ] = None
     memory: Annotated[
         float | None, typer.Option(min=1, help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
     ] = None
     lengths: Annotated[
         Path | None,
-        typer.Option(help="File of sequence lengths to draw a step from; default: the worst case, data.max_length."),
+        typer.Option(
+            help="File of sequence lengths from which a step is drawn; default: the worst case, in which all "
+            "sequences have data.max_length tokens."
+        ),
     ] = None
     profile: ProfileFile = None
     efficiency: Efficiency = None
@@ -87,11 +90,12 @@ def check_command(options: CheckOptions) -> None:
     missing data. Without --cluster, each rank is an H200. With device: cpu, each rank gets an equal share of this
     machine's memory, and the seconds are unknown.
 
-    Peak memory comes from a walk through every rank's program with the sizes of its compiled graphs and optimizer
-    state. The advice is verified by the same walk. MFU is the model's FLOP/s, without recomputation, relative to the
+    Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and optimizer
+    state. The advice is verified in the same way. MFU is the model's FLOP/s, without recomputation, relative to the
     peak FLOP/s of the devices. To check a GPU run without GPUs, pass --set device=cuda, or --arch, which implies it.
-    --arch also predicts how much of the computation is kernel launches, and below how many tokens launches are most of
-    it. The exit code is 1 if a strategy does not fit, or if training on this machine would fail on its data.
+    --arch also predicts the share of kernel launches in the computation time, and the number of tokens below which this
+    share is more than half. The exit code is 1 if a strategy does not fit, or if training on this machine would fail on
+    its data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -136,8 +140,8 @@ def check_command(options: CheckOptions) -> None:
             print(default_devices_text(ranks, config))
         if config.objective is not None:
             print(
-                "each step first scores its answers in a forward pass, which takes about a third "
-                "more time; these seconds do not include it"
+                "each step first scores its answers in a forward pass, which makes the step about a third "
+                "longer; the predicted seconds do not include this pass"
             )
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits, priced))
@@ -186,7 +190,7 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
     bound = next(tokens for tokens in (1 << k for k in range(30)) if _launch_share(costs, strategy, tokens) < 0.5)
     return (
         f"{strategy.name}: kernel launches are predicted to take {_launch_share(costs, strategy, longest):.1%} of the "
-        f"computation of a micro-batch of {longest:,} tokens, and most of it below about {bound:,} tokens"
+        f"computation of a micro-batch of {longest:,} tokens, and more than half below about {bound:,} tokens"
     )
 
 

@@ -52,7 +52,7 @@ class CompileOptions(ConfigOptions):
     strategies: Strategies = None
     home: HomeText = None
     micro_batches: MicroBatches = "2"
-    output: Annotated[Path, typer.Option(help="Folder to write; replaces an earlier compiled folder.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder to write; an earlier compiled folder is replaced.")] = Path(
         "compiled"
     )
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks of the run; default: the config's.")] = None

@@ -24,7 +24,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 _KEPT = 1 << 20  # variants; an evicted variant would be counted twice
-_TOKENS = 1024  # saved bytes are counted for one and two times as many
+_TOKENS = 1024  # saved bytes are counted for this number of tokens and for twice this number
 
 Tell = Callable[[str], None]
 
@@ -35,7 +35,7 @@ class VariantRecord:
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        indices: positions in the stage of the ranks that run it.
+        indices: positions within the stage of the ranks that run the variant.
         saved_bytes_per_token: bytes of saved values per token, without inputs and the output.
     """
 

@@ -154,7 +154,7 @@ def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home
     )
 
 
-_TOKENS = (1024, 2048)  # sizes of the two micro-batches that determine a line
+_TOKENS = (1024, 2048)  # sizes of the two micro-batches that determine a `Line`
 
 
 def _line(first: int, second: int, small: int = _TOKENS[0], large: int = _TOKENS[1]) -> Line:

@@ -40,7 +40,7 @@ class KernelRecord:
 
     Attributes:
         launches: launches per run of the graph.
-        configurations: number that a GPU would time; the other fields describe the first.
+        configurations: number of configurations that a GPU would time; the other fields describe the first one.
         spilled_bytes: stack per thread (`kernels.cubin`).
         shared_bytes: shared memory per thread block.
         bytes: device memory read and written per launch.
@@ -64,7 +64,7 @@ class GraphRecord:
         name: variant and direction, such as layer.0.tp1.forward.
         library_launches: launches of operators that Inductor did not compile.
         flops: FLOPs of matrix products, attention and the fused head.
-        library_bytes: device memory read and written by these operators and embedding lookups.
+        library_bytes: device memory that the operators counted in `flops` and embedding lookups read and write.
     """
 
     name: str
@@ -113,7 +113,7 @@ class KernelsFile:
 def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
-    """Return the records of a variant's graphs before and after Inductor; `built` maps sources to kernels."""
+    """Return the records of a variant's graphs; `built` maps sources to kernels."""
     sizes = Sizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)

@@ -42,7 +42,7 @@ class DevicesOptions(CommonOptions):
 def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
-    A run with strategies: auto plans with the same measurements. Speeds are measured with small fp32 matrix products.
+    Training with `strategies: auto` makes the same measurements. Speeds are measured with small fp32 matrix products.
     """
     output = options.output
     check_written("--output", output)

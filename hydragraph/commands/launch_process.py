@@ -32,9 +32,9 @@ def restarts_by_torchrun() -> int | None:
 
 
 def first_seen(began: float) -> float:
-    """Return when the folder's run began, as read by this torchrun job's first attempt; `began` is read now.
+    """Return the start time of the folder's run that this torchrun job's first attempt read; `began` is read now.
 
-    The first attempt writes the time to torchrun's store, which outlives its ranks. Without a shared store, a run that
+    The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run that
     began before torchrun's process belongs to another job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -65,11 +65,11 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Run a function on the launcher's ranks, or on new local ranks; return this rank's result, or rank 0's.
+    """Run a function on the launcher's ranks and return this rank's result, or on new ranks and return rank 0's.
 
     Args:
         elastic: how ranks continue when some are lost; None: a loss ends the run.
-        nodes: machines on which a launcher started one process instead of ranks; this process is on the first.
+        nodes: machines on each of which a launcher started one process instead of ranks; this is the first machine.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)

@@ -40,7 +40,7 @@ DeviceCount = Annotated[
 ]
 HealthFile = Annotated[
     Path | None,
-    typer.Option("--health", help="YAML file of the slowdown of slow and lost ranks, such as {3: 2.57, 5: inf}."),
+    typer.Option("--health", help="YAML file of slow and lost ranks with their slowdowns, such as {3: 2.57, 5: inf}."),
 ]
 ProfileFile = Annotated[
     str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
@@ -76,7 +76,7 @@ Options = TypeVar("Options", bound="CommonOptions")
 class CommonOptions:
     """Options of every command.
 
-    A subclass adds a field for each option or argument, annotated as typer reads it. `PANEL` is the heading under which
+    A subclass adds a field for each option or argument, annotated for typer. `PANEL` is the heading under which
     the help lists the fields of a class.
     """
 
@@ -183,7 +183,7 @@ def chosen_strategies(
     """Return the strategies of the command line, or those of the config if the command line has none.
 
     Args:
-        ranks: data-parallel ranks that replace the config's "auto"; None: reject it.
+        ranks: number of ranks of the data-parallel strategy that replaces "auto" in a config; None: reject "auto".
 
     Raises:
         ValueError: the strategies are "auto", which is planned only when training starts.

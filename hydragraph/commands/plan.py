@@ -28,9 +28,9 @@ def plan_command(options: PlanOptions) -> None:
     and explains why candidates are slower.
 
     For devices that differ in type, memory or current speed (--cluster), the plan assigns devices to pipelines and
-    stages, and divides layers, data and state among them. The command prints the plan with a lower bound and its
-    rivals. First write the cluster file and, unless datasheet speeds suffice, measure a profile on each type of device.
-    Then plan, look at the picture, and train with the strategy that --output wrote.
+    stages, and divides layers, data and state among them. The command prints the plan, a lower bound on its time, and
+    rival plans. First write the cluster file and, unless datasheet speeds suffice, measure a profile on each type of
+    device. Then plan, look at the picture, and train with the strategy that --output wrote.
     """
     options.check()
     if options.cluster is None:
@@ -46,7 +46,7 @@ def plan_equal(options: PlanOptions) -> None:
     from hydragraph.report.plan_picture import write_plan_picture
     from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
 
-    reason = "PlanOptions.check requires it"
+    reason = "PlanOptions.check requires this option"
     assert options.profile, reason
     assert options.lengths, reason
     assert options.devices, reason

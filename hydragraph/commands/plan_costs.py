@@ -1,4 +1,4 @@
-"""Costs of `hydragraph plan --cluster`, and the graphs that say how much memory stages need.
+"""Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine the memory of stages.
 
 If a second core is free, another process compiles the same graphs in reverse order:
 
@@ -95,7 +95,7 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
-    """Compile graphs of all kinds of stages, plain kinds first; return costs without kinds not begun in `seconds`.
+    """Compile graphs of all kinds of stages, plain kinds first; drop kinds that are not begun within `seconds`.
 
     Stages of one device are always compiled.
     """

@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 COMPILING = 0.6  # fraction of the deadline
 EXPLAINING = 1.0  # relative to the planning time
-OFFERED = 4  # offers printed
+OFFERED = 4  # maximum number of printed offers
 
 
 def plan_devices(asked: PlanOptions) -> None:
@@ -37,7 +37,7 @@ def plan_devices(asked: PlanOptions) -> None:
     from hydragraph.spec.cluster import Cluster
 
     began = time.monotonic()
-    assert asked.cluster is not None, "plan_command has checked it"
+    assert asked.cluster is not None, "plan_command calls this only with --cluster"
     # Mistakes are reported before the planner is imported.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
@@ -48,7 +48,7 @@ def plan_devices(asked: PlanOptions) -> None:
     limit = None if asked.deadline is None else COMPILING * asked.deadline
     with first_compilation(bool(workload.lengths), limit) as compiling:
         if compiling:
-            Console(stderr=True).print("compiling the planner's search once, up to a minute on one core")
+            Console(stderr=True).print("compiling the planner's search once, which takes up to a minute on one core")
         _plan(asked, cluster, config, workload, began)
 
 

@@ -43,7 +43,9 @@ class EqualOptions(CommonOptions):
             help="Strategies to compare; default: proposals that are improved on samples of the data.",
         ),
     ] = None
-    explain: Annotated[bool, typer.Option("--explain", help="List all candidates and the parts of their time.")] = False
+    explain: Annotated[
+        bool, typer.Option("--explain", help="List all candidates, each with the parts of its time.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +74,17 @@ class UnevenOptions(CommonOptions):
         str | None,
         typer.Option(
             metavar="scip",
-            help="With --method mixed: group a few devices by AutoHet's published program, solved by SCIP (pip "
-            "install 'hydragraph\\[exact]').",
+            help="With --method mixed and few devices: group them by AutoHet's published integer program, solved by "
+            "SCIP (pip install 'hydragraph\\[exact]').",
         ),
     ] = None
     method: Annotated[
         str | None,
         typer.Option(
             metavar=METHODS,
-            help="Search method: for device types that differ (mixed), for speeds that differ "
-            "(straggler), for data parallelism that differs by stage "
-            "(search; metis: in improved Metis's memory-aware order), or all methods (auto, the default).",
+            help="Search method: mixed (for device types that differ), straggler (for speeds that differ), search (for "
+            "data parallelism that differs by stage), metis (like search, with the devices in improved Metis's "
+            "memory-aware order), or auto (all methods, the default).",
         ),
     ] = None
     running: Annotated[
@@ -96,7 +98,7 @@ class UnevenOptions(CommonOptions):
         str | None,
         typer.Option(
             help='Each rank\'s current share of the state, which the plan may move, as in "3,3,1,0 copies=2"; '
-            "default: equal shares, or with --running the home in --model."
+            "default: with --running, the home in --model; otherwise, equal shares."
         ),
     ] = None
     deadline: Annotated[
@@ -120,8 +122,8 @@ class UnevenOptions(CommonOptions):
         float | None,
         typer.Option(
             metavar="DOLLARS",
-            help="Maximum dollars per hour: rent the nodes that train fastest within this budget. --cluster lists all "
-            "nodes that can be rented. Needs --price.",
+            help="Maximum dollars per hour: rent the nodes that train fastest within this budget. --cluster must "
+            "list all nodes that can be rented. Needs --price.",
         ),
     ] = None
     output: Annotated[
@@ -158,7 +160,8 @@ class PlanOptions(EqualOptions, UnevenOptions):
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="Draw a PNG file: one iteration's pipelines x micro-batches, or with --cluster its nodes and devices."
+            help="Draw a PNG file: the micro-batches of each pipeline, or with --cluster the nodes and devices of "
+            "the plan."
         ),
     ] = None
 

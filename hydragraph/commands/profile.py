@@ -36,7 +36,7 @@ class ProfileOptions(ConfigOptions):
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Schemes such as tp1pp1,tp2pp1,tp2pp4, measured on tp ranks; default: all that fit the ranks."
+            help="Schemes such as tp1pp1,tp2pp4, each measured on tp ranks; default: all schemes that fit the ranks."
         ),
     ] = None
     out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json")
@@ -65,7 +65,8 @@ class ProfileOptions(ConfigOptions):
 def profile_command(options: ProfileOptions) -> None:
     """Measure the time of micro-batches on this machine under each scheme, and write a file for planners.
 
-    Each distinct block of the model is timed once per kind of stage and micro-batch; a stage's time is a sum of blocks.
+    Each distinct block of the model is timed once per kind of stage and micro-batch size. A stage's time is the
+    sum over its blocks.
     """
     config = options.load()
     check_written("--output", options.out)

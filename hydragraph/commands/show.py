@@ -38,7 +38,7 @@ class ShowOptions(CommonOptions):
     strategies: Annotated[
         list[str] | None,
         typer.Option(
-            "--strategy", help="A text or a YAML file; in a folder, also the strategy's number. Default: all."
+            "--strategy", help="Strategy to show: a text, a YAML file, or its number in a folder. Default: all."
         ),
     ] = None
     micro_batches: MicroBatches = "2"
@@ -86,7 +86,7 @@ class ShowOptions(CommonOptions):
                 raise ValueError("--output is the picture of --schedule: give both options")
             check_drawn(self.output)
         if self.source is None and not self.passes:
-            raise ValueError("show needs the YAML file of a run, a folder of hydragraph compile, or --passes")
+            raise ValueError("show needs the YAML file of a run, a folder that hydragraph compile wrote, or --passes")
         if self.kernels and not folder and not (self.source is None and self.passes):
             raise ValueError(
                 "--kernels needs a folder: write one with hydragraph compile CONFIG --device cuda --arch sm_90 "

@@ -13,7 +13,7 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
-FEW = 16  # ranks that are all printed
+FEW = 16  # maximum number of ranks that are all printed
 _HOME = ("home_weights", "optimizer_state", "home_gradients")
 _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 
@@ -21,7 +21,7 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield the peak memory of each rank by kind; of many ranks, only the first with each program.
+    """Yield the peak memory of each rank by kind; if there are many ranks, only of the first with each program.
 
     Args:
         tokens: length of a micro-batch's only sequence.
@@ -33,7 +33,7 @@ def memory_lines(
     if any(strategy.strategy.offloads for strategy in strategies):
         yield "  host: offloaded bytes, which are not part of the total"
     if limit:
-        yield f"  limit: used share of {bytes_text(limit)}; ! does not fit"
+        yield f"  limit: share of {bytes_text(limit)} that is used; ! marks ranks that do not fit"
     for strategy in strategies:
         yield f"under {strategy.name}"
         rows = _rows(folder, strategy, rank, tokens, limit)

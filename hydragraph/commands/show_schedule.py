@@ -27,7 +27,7 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-_TALLEST = 40  # rows of a full picture
+_TALLEST = 40  # maximum number of rows with full height and numbers
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
 
 
 def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> Counter[Action]:
-    """Return a stage's actions in order, with their numbers of blocks."""
+    """Return a stage's actions in order, each with its number of blocks."""
     actions: Counter[Action] = Counter()
     for instruction in instructions:
         if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.target != "aux":
@@ -172,7 +172,7 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the grids to a file, which is replaced only when complete."""
+    """Draw the schedules to a file, which is replaced only when complete."""
     check_drawn(path)
     from matplotlib.figure import Figure
 

@@ -95,7 +95,7 @@ class StepOptions(ConfigOptions):
                 "multiple of --micro-batch"
             )
         if self.cluster is not None and self.devices is not None:
-            raise ValueError("--cluster lists the devices and --devices counts default ones: give only one of them")
+            raise ValueError("--cluster lists the devices, and --devices asks for H200s: give only one of them")
         check_prices(self.profile, self.efficiency)
 
     def cluster_for(self, config: TrainConfig) -> Cluster:

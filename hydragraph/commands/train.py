@@ -23,7 +23,7 @@ from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
-_ALL_LOST = 3  # restarts of an elastic run that lost all ranks, or lost a rank before the first step
+_ALL_LOST = 3  # maximum restarts of an elastic run after it lost all ranks, or a rank before the first step
 
 if TYPE_CHECKING:
     from hydragraph.cluster.supervision.coordinator import Nodes
@@ -78,7 +78,9 @@ class TrainOptions(CommonOptions):
     ] = False
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="Write when each rank ran each instruction of the first steps, for Perfetto."),
+        typer.Option(
+            "--trace", help="Write a file for Perfetto with the times of every rank's instructions in the first steps."
+        ),
     ] = False
     max_restarts: Annotated[
         int,
@@ -134,7 +136,7 @@ def train_command(options: TrainOptions) -> None:
     if config.elastic.survives and launched() and nodes is None and leads():
         _print(
             "elastic: a launcher such as torchrun started these ranks, and ends all of them when one is lost; to "
-            "survive a loss, let the launcher start one process per machine (--nproc-per-node 1), which starts ranks"
+            "survive a loss, let the launcher start one process per machine (--nproc-per-node 1) that starts ranks"
         )
 
     def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
@@ -164,7 +166,7 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig) -> TrainConfig:
-    """Return the config; a run that plans for itself and starts its own ranks survives lost ranks by default."""
+    """Return the config, with `elastic.min_ranks: 1` by default if the run measures devices and starts its ranks."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config
@@ -228,7 +230,7 @@ def _train(
     folder = RunFolder(Path(config.output))
     before = folder.began if before is None else before
     if nodes is not None and nodes.handed is not None:
-        begin, step = folder.again(begin, before, step)  # if no rank remains
+        begin, step = folder.again(begin, before, step)  # how to start if no rank remains
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)

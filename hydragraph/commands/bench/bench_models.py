@@ -62,7 +62,7 @@ def meta_model(text: str) -> nn.Module:
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
-    """Return lengths, uniform on a logarithmic scale, that sum to `tokens`."""
+    """Draw lengths that sum to `tokens`, uniformly on a logarithmic scale."""
     generator = torch.Generator().manual_seed(seed)
     left = tokens
     lengths = []

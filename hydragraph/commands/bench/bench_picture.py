@@ -10,7 +10,7 @@ from hydragraph.commands.bench.bench_table import BenchReport
 
 def write_picture(report: BenchReport, path: Path) -> None:
     """Draw a report to a PNG file, which is replaced only when complete."""
-    # A Figure is used directly, because pyplot needs a display.
+    # A Figure is used directly, because pyplot may need a display.
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(bar.group for bar in report.bars))

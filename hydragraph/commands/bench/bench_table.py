@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class PictureBar:
-    """Bar of one side in a group."""
+    """Bar of one side (implementation) in a group of bars."""
 
     group: str
     side: str

@@ -115,7 +115,9 @@ class BenchLinkOptions(BenchOptions):
     source: Annotated[
         str, typer.Option("--from", help="The strategy to switch from: a text, a YAML file, or home.")
     ] = "home"
-    target: Annotated[str, typer.Option("--to", help="The strategy to switch to, in the same form.")] = "<tp2,pp1>"
+    target: Annotated[str, typer.Option("--to", help="The strategy to switch to: a text, a YAML file, or home.")] = (
+        "<tp2,pp1>"
+    )
     model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or the YAML file of a run with the model.")] = "7b"
     dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
     cluster: Annotated[
@@ -194,8 +196,8 @@ class BenchStepOptions(BenchOptions):
 def step_command(options: BenchStepOptions) -> None:
     """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
 
-    The other sides are the eager model on padded batches, the eager model on packed batches with PyTorch's flash
-    attention, and the latter with every layer and the loss compiled by torch.compile. All sides train on the same
+    The alternatives are the eager model on padded batches, the eager model on packed batches with PyTorch's flash
+    attention, and the latter with every layer and the loss compiled by torch.compile. All models train on the same
     sequences; losses and gradient norms are compared first.
     """
     from hydragraph.commands.bench.bench_models import SHAPES
@@ -219,7 +221,7 @@ def step_command(options: BenchStepOptions) -> None:
 class BenchReportOptions(CommonOptions):
     """Options of `hydragraph bench report`."""
 
-    parts: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")]
+    parts: Annotated[list[Path], typer.Argument(help="Reports that hydragraph bench wrote with --json.")]
     markdown: Annotated[Path, typer.Option(help="The page to write.")]
     facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the top of the page.")] = None
 
@@ -251,7 +253,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 
 
 def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
-    """Return the app of the bench commands; `in_sentences` turns their errors into a sentence and an exit code."""
+    """Return the app of the bench commands; `in_sentences` turns errors into a sentence and an exit code."""
     app = typer.Typer(
         help="Measure kernels, strategy switches and training steps; sizes are small on a CPU.",
         no_args_is_help=True,

@@ -32,7 +32,7 @@ def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torc
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences in micro-batches of at most `most` tokens, unless one sequence is longer."""
+    """Pad sequences into micro-batches of at most `most` tokens; a longer sequence is alone in its micro-batch."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:

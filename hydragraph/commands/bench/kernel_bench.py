@@ -17,8 +17,8 @@ from hydragraph.errors import Unsupported
 ROUNDS = 7
 AT_LEAST_S = 0.01  # hides the overhead of launches
 TOLERANCE = 2e-2  # relative error of bf16 results
-FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail, because PyTorch runs them
-NOISE = 0.98  # ratio of equally fast kernels
+FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail in PyTorch's code
+NOISE = 0.98  # lowest ratio that counts as equally fast
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
@@ -111,7 +111,7 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
         error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         if not error_size < TOLERANCE:
             raise ValueError(
-                f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of its norm: "
+                f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of the norm: "
                 "a kernel is wrong on this device: run tests/kernels"
             )
         sides[name] = call
@@ -134,7 +134,7 @@ def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
     large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
-    theirs = "varlen_attn" if "varlen_attn" in large else "torch"  # the same kernels
+    theirs = "varlen_attn" if "varlen_attn" in large else "torch"  # both run the same kernels
     yield Target.at_least(name, 0.9, _ratio(large, "triton", theirs), "{:.2f}x")
     backends = ("flash_attn", "torch", "triton")
     worst = [

@@ -17,7 +17,7 @@ from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
 BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
-RANGES = 2000  # in one bucket
+RANGES = 2000  # number of ranges in one bucket
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g
 
 
 def slice_copies(sweep: Sweep) -> Iterator[Case]:
-    """The cast of a pull and the sum of a push, over permuted ranges."""
+    """Copies of permuted ranges: with a cast, as in a pull of weights, and with a sum, as in a push of gradients."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         table = _table(count, sweep.device)

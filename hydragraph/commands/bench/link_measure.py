@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Bytes that a rank sends in one direction, and their overlap."""
+    """Bytes that a rank sends in pulls or in pushes, and their overlap with computation."""
 
     sent: int
     overlap: Overlap
@@ -78,7 +78,7 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
-    """Make the communicators count sent bytes by role."""
+    """Make the communicators count sent bytes by channel."""
     sent: Counter[Channel] = Counter()
     rank, ranks = exe.rank, exe.ranks
     sizes: dict[str, Callable[..., int]] = {
