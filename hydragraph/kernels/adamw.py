@@ -22,7 +22,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # Triton uses wide accesses for multiples of it
+UNIT = 16  # Triton uses wide accesses if sizes are multiples of this
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -126,10 +126,10 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's fused operator on a CPU, so that the new bits of a weight depend only on its own values.
+    """Run PyTorch's fused operator on a CPU, so that each new weight depends bitwise only on its own values.
 
-    The operator rounds the last elements of a vector differently, so those of all shards are updated as one
-    longer vector.
+    The operator rounds the last elements of a vector differently, so the last elements of all shards are joined to one
+    vector, which is padded.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -185,7 +185,7 @@ def _options(settings: AdamWSettings) -> dict[str, Any]:
 
 
 def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
-    """Join shards of equal steps that are adjacent in the same storages."""
+    """Join shards that have equal step counts and are adjacent in the same storages."""
     run: list[Shard] = []
     for shard in shards:
         if run and not _follows(run[-1], shard):
@@ -225,7 +225,7 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """Joined parameters of a group's last step; a step with the same tensors reuses their views.
+    """Joined parameters of a group, kept from its last step and reused in a step with the same tensors.
 
     Attributes:
         marks: addresses of parameters, gradients and states.

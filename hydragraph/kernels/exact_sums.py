@@ -19,7 +19,7 @@ LARGEST = 2.0**13  # bound of the summands
 MOST = 2**16  # number of summands for which 53 bits suffice
 GRIDS = (2.0**-24, 2.0**-62)
 LOSS_GRIDS = (2.0**-16, 2.0**-54)  # for sums up to 2^37
-SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # for up to 2^34 numbers up to 1
+SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # for up to 2^34 squares of at most 1
 
 _RUN = 2**15  # elements that fit in a core's cache
 _RUN_DEVICE = 2**24
@@ -79,14 +79,14 @@ def largest(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_of(largest: float) -> float:
-    """Return the power of two that scales numbers up to `largest` below 1; 1 if `largest` is not finite."""
+    """Return a power of two p with p * largest < 1; 1 if `largest` is not finite."""
     return 2.0 ** -math.frexp(largest)[1] if math.isfinite(largest) else 1.0
 
 
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Return the sum of (scale x)^2 on each of SQUARE_GRIDS, over all elements, [3] float64.
+    """Return the sum of (scale x)^2 over all elements, divided among SQUARE_GRIDS, [3] float64.
 
-    If `scale` brings elements below 1, sums of any partition add up to the total exactly.
+    If all scaled elements are below 1, the sums of parts add up to the total exactly.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

@@ -27,7 +27,7 @@ from hydragraph.kernels import fla_delta_rule
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 
 CHUNK = 64  # tokens
-EPSILON = 1e-6  # added to the square of a length
+EPSILON = 1e-6  # added to squared lengths
 
 
 def unit(x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def unit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Arguments by value head, [H, T, size] or [H, T], in fp32 or fp64; queries and keys of length 1."""
+    """Arguments by value head, [H, T, size] or [H, T], in fp32 or fp64; queries and keys have length 1."""
 
     q: Tensor
     k: Tensor
@@ -152,7 +152,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
 
     Args:
         q, k: [T, Hk, K]; the operator scales them to length 1.
-        v: [T, H, V]; a key serves H / Hk consecutive value heads.
+        v: [T, H, V]; each key head serves H / Hk consecutive value heads.
         cu_seqlens: [N + 1].
         g: logarithms of the decays [T, H], at most 0.
         beta: rates of the updates [T, H].

@@ -121,7 +121,7 @@ def loss_and_gradients(
         rows: approximate rows of the head per rank, equal on all ranks, so that all ranks use the same chunks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
-        target: for the classes of all ranks.
+        target: weights of the label and of every class; N counts the classes of all ranks.
     """
     wide = wide_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -161,7 +161,7 @@ def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
-    # An fp32 scale would widen the gradients.
+    # An fp32 scale would convert the gradients to fp32.
     scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
     return (*scaled, *(None for _ in ctx.needs_input_grad[2:]))
 
@@ -247,7 +247,7 @@ def reference_gradient(
 
 
 def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Add logits.T @ hidden to the head's fp32 (fp64) gradient; 16-bit sums would lose later chunks."""
+    """Add logits.T @ hidden to the head's fp32 (fp64) gradient; 16-bit sums would lose the products of later chunks."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.T, hidden)
     elif logits.device.type == "cuda":

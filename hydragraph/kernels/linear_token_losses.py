@@ -34,7 +34,7 @@ def losses_of(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, 0 for ignored tokens, and the log-sum-exp, [T]."""
+    """Return the losses (0 for ignored tokens) and the log-sum-exp, both [T]."""
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):

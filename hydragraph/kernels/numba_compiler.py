@@ -1,4 +1,4 @@
-"""numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
+"""numba's compiler with a disk cache that tolerates damaged files and read-only folders.
 
 numba's own cache fails imports if it has no folder, raises pickle errors for truncated files, runs machine code with a
 flipped bit, ignores changes of imported functions, and compiles again in every environment.
@@ -27,7 +27,7 @@ _DIGEST = hashlib.sha256().digest_size
 _INSTALLED = Path(__file__).parent / "compiled"  # filled by `setup.py`
 _MOST = 3000
 
-# Warnings, and folders of announced compilations.
+# Logged warnings, and folders for which compilation was announced.
 _said: list[str] = []
 _announced: list[str] = []
 
@@ -40,8 +40,8 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
 
     Args:
         quick: compilation takes a second at most, so it is not announced.
-        shared: Python and compiled functions both call it; otherwise compiled callers get a version without Python's
-            conversion of arguments, which takes long to compile.
+        shared: Python and compiled functions both call it; otherwise, compiled callers get a version without the
+            slowly compiling conversion of Python's arguments.
     """
     # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
@@ -74,7 +74,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """Wait for code that other processes compile, until they have ended."""
+    """In this context, wait for code that other processes compile, until `ended` returns True."""
     _others.append(ended)
     try:
         yield
@@ -154,7 +154,7 @@ def _folder() -> str | None:
 def _evict(folder: Path) -> None:
     files = [*folder.glob("*.nb?")]
     if len(files) > _MOST:
-        with suppress(FileNotFoundError):  # another process deletes as well
+        with suppress(FileNotFoundError):  # another process may have deleted the file
             for path in sorted(files, key=lambda path: path.stat().st_mtime)[: len(files) // 4]:
                 path.unlink()
 
@@ -195,5 +195,7 @@ def _say(sentence: str) -> None:
 
 def _announce(folder: str) -> None:
     if not _announced:
-        _LOG.warning("compiling the planner's search once, up to a minute on one core; the cache is %s", folder)
+        _LOG.warning(
+            "compiling the planner's search once, which takes up to a minute on one core; the cache is %s", folder
+        )
     _announced.append(folder)

@@ -5,7 +5,7 @@ One evaluation turns a counter of four 32-bit words and a key of two words into 
 
     counter   feature // 4, position of the token in its sequence, number of the sequence in the mini-batch, call
     key       64 bits from the seed and the step (`key_of`)
-    result    the words of features 4 i to 4 i + 3
+    result    the words of features 4 i to 4 i + 3, where i = feature // 4
 
 `keys` [1, T, 2] int64 has two numbers per token: the key, and the sequence's number times 2**32 plus the token's
 position. A negative second number switches dropout off.
@@ -44,7 +44,7 @@ def call_word(block: int, call: int) -> int:
     """Return the counter's word for a call within a block; raise a ValueError if a number is too large."""
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
         raise ValueError(
-            f"call {call} of block {block}: dropout supports at most {1 << _BLOCK} blocks and calls per block"
+            f"call {call} of block {block}: dropout supports at most {1 << _BLOCK} blocks with as many calls each"
         )
     return block << _BLOCK | call
 

@@ -65,7 +65,7 @@ def _write(  # type: ignore[no-untyped-def]
     source, target, origins, to, first, count, within, inside,
     UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write a tile to the pointers `to`: its only origin, or the sum of its origins."""
+    """Write the elements at a tile's only origin, or the sum over its origins, to the pointers `to`."""
     element = target.dtype.element_ty
     if SUMS:
         value = tl.load(to, mask=inside)
@@ -108,7 +108,7 @@ class SliceTable:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, first origin, number of origins.
         origins: [O] int64: source offsets, in the order of the ranges within a tile.
-        aligned: number of aligned tiles, which are first and in units of 8 elements.
+        aligned: number of aligned tiles, which come first and are measured in units of 8 elements.
         source_end, target_end: minimum size of each buffer.
     """
 
@@ -191,7 +191,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
-        accumulate: add to the target, fp32 or fp64, in the order of the table.
+        accumulate: add to the target, which is fp32 or fp64, in the order of the table.
 
     Raises:
         Unsupported: a tensor has another form, a buffer is too short, or ranges overlap without `accumulate`.
@@ -369,7 +369,7 @@ def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets)
 def _cut(
     origins: Offsets, targets: Offsets, order: Offsets, start: Offsets, size: Offsets, block: int, unit: int
 ) -> tuple[Offsets, Offsets]:
-    """Return tiles of at most `block` elements of [start, start + size) of every interval, and their origins."""
+    """Cut [start, start + size) of each interval into tiles of at most `block` elements; return tiles and origins."""
     number = -(-size // block)
     interval = np.repeat(np.arange(len(targets)), number)
     nth = np.arange(len(interval)) - np.repeat(np.cumsum(number) - number, number)

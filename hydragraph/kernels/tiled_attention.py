@@ -15,7 +15,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 aten = torch.ops.aten
 
-# Maximum queries per tile; in larger tiles, more keys are outside the windows of their queries.
+# Maximum queries per tile; in larger tiles, a query is multiplied with more keys outside its window.
 _ROWS = 128
 # Maximum scores per tile: 16 MB in fp32.
 _SCORES = 1 << 22

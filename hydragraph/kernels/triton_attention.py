@@ -5,8 +5,8 @@ rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds 
 grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. One kernel over query tiles computes
 dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
 
-The grid depends only on T and N, so that no length is copied from the GPU: the slots of sequence n begin at
-starts[n] // tile + n, and unused slots exit immediately.
+The grid depends only on T and N, so that no length is copied from the GPU: the slots for tiles of sequence n
+begin at starts[n] // tile + n, and programs of unused slots exit immediately.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def varlen_attention(
         window: token i attends to tokens j with |i - j| < window only.
         chunk: a token attends within its chunk of `chunk` tokens only.
         cap: scores s become cap * tanh(s / cap).
-        sink: [Hq], an additional score of each head, which has no value.
+        sink: [Hq], an additional score per head in the softmax, without a value vector.
         backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. A captured graph
             does not record the backend.
 
