@@ -592,7 +592,9 @@ class TrainConfig:
 
     def _check_determinism(self) -> None:
         if self.deterministic and self.backend == "inductor":
-            raise ValueError('deterministic: Inductor\'s code depends on earlier sizes: set backend to "eager"')
+            raise ValueError(
+                'deterministic: Inductor\'s code depends on sizes of earlier batches: set backend to "eager"'
+            )
         if self.deterministic and self.push_dtype != "float32":
             raise ValueError(f"push_dtype is {self.push_dtype}, which is not deterministic: leave push_dtype out")
 

@@ -104,8 +104,8 @@ def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
         kept = sum(len(_training_stream(config, i, file, split).chunks) for split in _splits(config.data))
         if out := (len(file) - kept) // 2:
             yield (
-                f"{out:,} of {len(file) // 2:,} pairs{where} are skipped: within data.max_length, {most} tokens, an "
-                f"answer {'has no tokens after its prompt' if config.data.overlong == 'cut' else 'does not fit'}"
+                f"{out:,} of {len(file) // 2:,} pairs{where} are skipped: with data.max_length {most}, an answer "
+                f"{'has no tokens after its prompt' if config.data.overlong == 'cut' else 'does not fit'}"
             )
         if longer and config.data.overlong == "cut":
             yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and are truncated"
@@ -328,7 +328,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return an endless stream of training mini-batches; with `overlong: refuse`, a long document is a ValueError."""
+    """Return an endless stream of training mini-batches; with `overlong: refuse`, a long document raises ValueError."""
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]

@@ -370,7 +370,7 @@ def _follow(
                 if not stopped:
                     finish(run, model, tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # if a rank fails before this, all ranks meet again
+                    run.world.gather(None)  # if a rank fails before this, all ranks recover together
             break
         except (RankFailure, Stopped) as error:
             if not elastic():

@@ -1,4 +1,4 @@
-"""Steps and evaluations on pairs of answers: the answers are scored first, then trained on with token weights."""
+"""Steps and evaluations on pairs of answers: a step scores the answers, then trains with weighted token losses."""
 
 from __future__ import annotations
 

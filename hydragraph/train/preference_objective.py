@@ -31,7 +31,8 @@ class Answers:
     """One answer from each of n pairs; all tensors are fp64 [n].
 
     Attributes:
-        scores, reference: log-probability of each answer, now and under the model before training (NaN: unknown).
+        scores: log-probability of each answer.
+        reference: log-probability under the model before training; NaN: unknown.
         targets: number of tokens of each answer.
     """
 

@@ -105,7 +105,7 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and its run, or empty; a run with checkpoint pieces keeps its name on resume."""
+        """Unique names of the folder and of its run, or ""; a resumed run with checkpoint pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
@@ -132,7 +132,7 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Lock the folder during the block, after the rank of the same run that owned it was lost.
+        """Lock the folder during the block, after its owner, a rank of the same run, was lost.
 
         Args:
             patience_s: seconds to wait for the lock; then continue without it.

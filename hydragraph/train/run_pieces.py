@@ -51,7 +51,7 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
     if pieces is None:
         return None
     identity = together(world, "reading the run's identity", world.rank == 0, lambda: folder.identity)[0]
-    assert identity is not None, "rank 0 has read it"
+    assert identity is not None, "rank 0 reads the identity for all ranks"
     directory, run = identity
     local = _local(config)
     shared = _shared(config)
@@ -65,7 +65,7 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
 
 def keep_pieces(run: Run, state: TrainState) -> None:
     """Store the state in pieces; must be called on all ranks."""
-    assert run.pieces is not None, "its config names places"
+    assert run.pieces is not None, "only a run with checkpoint.pieces calls this"
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)
     if errors and not state.pieces_fail and run.watcher is not None:

@@ -72,7 +72,7 @@ def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Append to file errors how to continue the run."""
+    """Append to the text of file errors how to continue the run."""
     try:
         yield
     except (ConnectionError, TimeoutError):

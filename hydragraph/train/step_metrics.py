@@ -36,9 +36,11 @@ class Metrics:
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
         eval_loss: loss after the update, on held-out documents or the first set of `data.evaluation`.
-        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds that ranks waited for weights, gradients and
-            activations.
-        planning_s, planning_hidden_s: seconds of planning that the step waited for, and that training hid.
+        exposed_pull_s: mean seconds that ranks waited for weights.
+        exposed_push_s: the same, for gradients.
+        exposed_p2p_s: the same, for activations.
+        planning_s: seconds that the step waited for planning.
+        planning_hidden_s: seconds of planning during training.
         expected_s: seconds of computation that the plan expected; 0 without a profile.
         eval_losses: loss by evaluation set: "heldout", and the sets of `data.evaluation`.
         mfu: model FLOPs utilization without recomputation; None: unknown.
@@ -102,7 +104,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def _await_later_name(events: Path) -> None:
     """Wait until the name of a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts last.
 
-    TensorBoard treats the last file as a restart. Within one second, the number "10" would sort before "9".
+    TensorBoard expects a restarted run in the last file. For equal seconds, the number n = 10 would sort before 9.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)

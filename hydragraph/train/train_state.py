@@ -92,7 +92,7 @@ class TrainState:
         kept: whether a checkpoint exists, even of step 0.
         positions: position of `batches` after each step, since the second-to-last checkpoint.
         last: last finished step and its report, which may not be logged yet.
-        untold: meetings of the ranks that are not reported yet, each with the number of ranks before the meeting.
+        untold: recoveries that are not reported yet, each with the number of ranks before the recovery.
         began: start time of the folder's run; None: this rank has not joined the run yet.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """

@@ -28,7 +28,7 @@ MACHINES = 2  # number of machines in a run with preemptions
 STEPS_PER_STRIKE = 5  # on average
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
-CALM_STEPS = 10  # steps without faults after the last strike
+CALM_STEPS = 10  # number of steps after the last fault
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0
@@ -120,20 +120,20 @@ def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
 
 
 def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
-    """Parse kinds of strikes, such as "two,again"; raise ValueError for unknown or impossible kinds."""
+    """Parse kinds of faults, such as "two,again"; raise ValueError for unknown or impossible kinds."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
         raise ValueError(f"kinds has the unknown kind {unknown[0]!r}: use {', '.join(ACTIONS)}")
     kinds = tuple(kind for kind in ACTIONS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
-        raise ValueError("a strike of kind checkpoint waits for a checkpoint: set checkpoint_every")
+        raise ValueError("a fault of kind checkpoint waits for a checkpoint: set checkpoint_every")
     if "switch" in kinds and (not config.replans or config.elastic.dry_run):
-        raise ValueError("a strike of kind switch waits for a new plan: set elastic.replan, without dry_run")
+        raise ValueError("a fault of kind switch waits for a new plan: set elastic.replan, without dry_run")
     if "preempt" in kinds and config.ranks < 2 * MACHINES:
-        raise ValueError(f"ranks is {config.ranks}: a strike of kind preempt needs {MACHINES} machines of 2 ranks each")
+        raise ValueError(f"ranks is {config.ranks}: a fault of kind preempt needs {MACHINES} machines of 2 ranks each")
     least = max(map(least_ranks, kinds), default=0)
     if config.ranks < least:
-        raise ValueError(f"ranks is {config.ranks}: set at least {least}, so that a rank survives these kinds")
+        raise ValueError(f"ranks is {config.ranks}: set at least {least}, so that a rank survives these faults")
     return kinds
 
 
@@ -162,7 +162,7 @@ def run(
 
     Args:
         stepped: called with the last step and the number of strikes so far.
-        until: last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, if any.
+        until: last step before the run is asked to stop; None: `CALM_STEPS` after the last fault, if there is one.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)

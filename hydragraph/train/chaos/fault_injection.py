@@ -1,4 +1,4 @@
-"""Fault injection from outside a run: the kinds of strikes, and the moments at which they happen."""
+"""Fault injection from outside a run: the kinds of faults, and the moments at which they happen."""
 
 from __future__ import annotations
 
@@ -292,5 +292,5 @@ ACTIONS: Mapping[str, Action] = {strike.__name__.removeprefix("_"): strike for s
 
 
 def least_ranks(kind: str) -> int:
-    """Return the minimum number of ranks at which a rank survives a strike (except for `all`)."""
+    """Return the minimum number of ranks with which a rank survives a fault of this kind (except `all`)."""
     return 3 if kind == "two" else 2

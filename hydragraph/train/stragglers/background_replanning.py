@@ -64,7 +64,8 @@ class Replanned:
 
     Attributes:
         static: index of the strategy to use for all mini-batches; None: choose a strategy for every mini-batch.
-        before_s, after_s: expected mean seconds of a step, with the running plan and with the answer.
+        before_s: expected mean seconds of a step with the running plan.
+        after_s: the same, with the plan in the answer.
         refused: reason why the answer has no strategies, or "".
     """
 

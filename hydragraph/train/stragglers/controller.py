@@ -47,7 +47,7 @@ class Replanning:
         switch: changes the strategies on all ranks; None: a dry run.
         refused: returns why ranks did not switch, or "" if they switched.
         sample: sequence lengths to plan for until enough mini-batches have run.
-        hurried: whether the initial strategies were planned quickly, so that better strategies are searched.
+        hurried: whether the initial strategies were planned quickly, so that a search for better ones follows.
     """
 
     costs: Costs

@@ -26,7 +26,7 @@ from hydragraph.train.stragglers.straggler_state import Learned
 AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that counts
 LOOK = 4  # steps over which lateness is measured
-USUAL = 8  # steps without slow ranks whose median wait is the usual wait
+USUAL = 8  # number of steps without slow ranks; their median wait is the usual wait
 
 
 class Lateness:
@@ -138,7 +138,7 @@ def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bo
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return how long other ranks waited for slow pipelines, as a fraction of the rest of the step, and the slow ranks.
+    """Return other ranks' wait for slow pipelines, as a fraction of the rest of the step; also return the slow ranks.
 
     If all ranks are healthy, the wait is the shortest wait of any rank. If all pipelines have slow ranks, it is 0.
     """

@@ -5,8 +5,8 @@ type of device). Three unknowns explain the ratio of measured to predicted secon
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
-- factor: the error of the cost model for a kind of work, the median over iterations of ranks that are not slow.
-- common: a slowdown that all ranks share, such as a busy machine, the lower median over ranks.
+- factor: the error of the cost model for a kind of work; the median over iterations and over ranks that are not slow.
+- common: a slowdown that all ranks share, such as that of a busy machine; the lower median over ranks.
 - rate: the remaining slowdown of a rank. A rank becomes a straggler when NEEDED of its last OF iterations are above
   `enter`, and above CERTAIN times the scatter of healthy ranks. If the noise exceeds the square of `enter`, twice as
   many iterations must agree. A straggler becomes healthy when the same number of iterations is below `leave`.
@@ -48,7 +48,8 @@ class Sensitivity:
     """Thresholds for rates.
 
     Attributes:
-        enter, leave: minimum slowdown of a straggler, and maximum slowdown of a healthy rank.
+        enter: slowdown above which a rank becomes a straggler.
+        leave: slowdown below which a straggler becomes healthy.
     """
 
     enter: float = 1.3

@@ -29,7 +29,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # Signals are sent to the whole process group, but training may finish a step first.
+    # A signal reaches the whole process group, but training may still finish a step, which needs this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)

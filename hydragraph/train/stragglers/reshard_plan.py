@@ -6,8 +6,8 @@ the slowest owner is done:
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
 The maximum is smallest if shares are proportional to 1 / rate, within the limits of memory. A very slow rank should own
-no state, because owners exchange messages for every bucket. The cost of a move is the time that the rank with the most
-received elements waits for the gradients of these elements (`hydragraph.engine.live_reshard`).
+no state, because owners exchange messages for every bucket. The cost of a move is the time that the rank that
+receives the most elements waits for their gradients (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def best_shares(
         )
     share = np.zeros(ranks)
     full = room <= 0
-    while not np.isclose(share.sum(), 1):  # each iteration but the last fills a rank
+    while not np.isclose(share.sum(), 1):  # each iteration but the last fills a rank's memory
         by_speed = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
         over = ~full & (by_speed > room)
         share = np.where(over, room, np.where(full, share, 0 if over.any() else by_speed))

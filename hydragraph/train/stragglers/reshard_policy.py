@@ -34,7 +34,7 @@ def state_costs(costs: Costs) -> StateCosts:
     per_element = max((update[1] for update in updates if update is not None), default=0.0)
     links = [costs.cluster.link(a, b) for a in ranks for b in ranks if a != b]
     slowest = min((link.bytes_per_s for link in links), default=1.0)
-    messages = 2 * len(costs.buckets) * max((link.latency_s for link in links), default=0.0)  # a pull and a push each
+    messages = 2 * len(costs.buckets) * max((link.latency_s for link in links), default=0.0)  # pull and push
     return StateCosts(per_element * elements, costs.state_bytes, slowest, messages_s=messages)
 
 

@@ -45,7 +45,8 @@ class RunEvent:
         step: last step before the event.
         seconds: for `resumed`, time from a failure until training continued; for `saved`, time that training waited;
             for `switch`, expected cost.
-        before_s, after_s: expected seconds of a step without and with a decision.
+        before_s: expected seconds of a step without the decision.
+        after_s: the same, with the decision.
         lost_steps: steps that were undone because state was lost.
         read_bytes: bytes of checkpoint pieces by place: memory, disk and store.
     """
