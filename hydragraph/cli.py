@@ -1,4 +1,4 @@
-"""Command line: its commands, and the conversion of errors into one sentence and an exit code.
+"""Command line: the commands, and the conversion of an error into one sentence and an exit code.
 
 Commands import modules only when they run, so that `--help` is fast.
 """
@@ -107,7 +107,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Options that name an output file; the paths are checked first, because files are written last.
+# Options that name an output file. Commands write files last, so the paths are checked first.
 _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 
@@ -145,7 +145,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
             log.show(None)
 
 
-# Messages for errors about a path that the user named, instead of the system's error texts.
+# Messages that replace the system's error texts for paths that the user named.
 _PATHS: dict[type[Exception], str] = {
     FileExistsError: "this path already exists: name another path",
     FileNotFoundError: "the file or directory does not exist: correct the path",

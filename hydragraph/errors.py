@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sentence: raise Unsupported(...)
-    """Error for a request that hydragraph rejects, because the result would be silently wrong.
+    """Error for a request that hydragraph rejects instead of returning a wrong result silently.
 
     Args:
         what: the rejected request, in one clause.
@@ -30,13 +30,13 @@ def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
 
 
 class RankFailure(RuntimeError):  # noqa: N818
-    """Error of a call that all ranks were executing when another rank failed; no update was applied.
+    """Error of a collective call during which a rank failed; no update was applied.
 
     Args:
         rank: the rank that failed first.
         instruction: the text of the instruction or call in which the rank failed, or "".
         error: the exception that the rank raised, or how its process ended.
-        host: the host of the rank, or ""; printed if it is another host.
+        host: the host of the failed rank, or ""; the message names it unless it is this host.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -56,7 +56,7 @@ class Stopped(RuntimeError):  # noqa: N818
     """Error of a step that no rank began, because a rank was asked to stop; all ranks can still save.
 
     Args:
-        reason: the largest number that a rank has set, such as a signal's number.
+        reason: the largest stop reason that a rank has set, such as a signal's number.
     """
 
     def __init__(self, reason: int) -> None:
@@ -83,4 +83,4 @@ class Unreachable(RuntimeError):  # noqa: N818
 
 
 class EndedElsewhere(RuntimeError):  # noqa: N818
-    """Error if another machine ended the run; the message contains its reason."""
+    """Error if another machine ended the run; the message gives the reason."""

@@ -2,9 +2,9 @@
 
     [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
-INFO is the level of events that happen a few times in a run, DEBUG of events that can happen in every step. Lines are
+INFO is for events that happen a few times in a run, DEBUG for events that can happen in every step. Lines are
 shown by `--log-level` on the command line, by `show` in a script (ranks of `hydragraph.launch` inherit this), or by
-handlers with a `RankFilter`. Long operations report their progress by `doing`; a terminal receives it by `hearing`.
+handlers with a `RankFilter`. Long operations report progress to `doing`, which calls the functions given to `hearing`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def doing(what: str, done: int = 0, of: int = 0) -> None:
     """Report this process's current activity to the functions that `hearing` has registered.
 
     Args:
-        done, of: the number of the part that begins now, from 1, and the number of parts; 0: unknown.
+        done: number of the part that begins now, counted from 1; 0: unknown.
+        of: number of parts; 0: unknown.
     """
     for hear in _hearers:
         hear(what, done, of)
@@ -70,7 +71,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Filter that adds `rank`, `ranks`, `step` and their text `where` to records; `rank` is None before joining."""
+    """Filter that adds `rank` (None before joining), `ranks`, `step` and a text of the three, `where`, to records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""

@@ -63,7 +63,7 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor compile for an absent GPU, with a separate cache, and collect the kernels by source in `kernels`.
+    """Let Inductor compile for an absent GPU with a separate cache, and add its kernels by source to `kernels`.
 
     Raises:
         Unsupported: Triton's interpreter is on, or PyTorch's CPU build finds no C++ compiler.
@@ -86,7 +86,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
-    look_up: Any = device_interface.get_interface_for_device  # does not know CUDA in a build for CPUs
+    look_up: Any = device_interface.get_interface_for_device  # fails for CUDA in CPU builds
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
         name = define(scheduling, source, nodes, kernel)

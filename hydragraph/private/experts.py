@@ -1,4 +1,4 @@
-"""Traceable backward of the grouped matrix product of experts in transformers; versions up to 5.20 have none."""
+"""Traceable backward of transformers' grouped matrix product for experts; transformers up to 5.20 has none."""
 
 from __future__ import annotations
 

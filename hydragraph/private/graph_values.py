@@ -42,7 +42,7 @@ class ValueEncoder:
         """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifiers of the tensors' storages, if they differ from the storages of the tensors themselves.
+            storages: identifiers to use for the storages of the tensors, in order; by default their own storages.
 
         Raises:
             ValueError: a size depends on a tensor's values.
@@ -158,7 +158,7 @@ def storages(data: Data) -> list[int]:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return a power with a small exponent, because evaluating untrusted text must take bounded time."""
+    """Return a power; reject large exponents, because evaluating untrusted text must take bounded time."""
     if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
         raise ValueError(f"a stored graph has a size to the unsupported power {exponent}: capture the model again")
     return base**exponent

@@ -34,7 +34,7 @@ def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tup
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the kind and the function of a module's hooks, except harmless hooks."""
+    """Yield the kind and the function of each hook of a module, except harmless hooks."""
     for kind, hook in _hooks(module, _OF_MODULES):
         if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
             yield kind, hook
@@ -96,7 +96,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     with (
         refused_if(torch.autocast, enter, lambda region: region._enabled, "a torch.autocast region", cast),
         refused_if(torch, "set_autocast_enabled", switches_on, "torch.set_autocast_enabled", cast),
-        # PyTorch's own subclasses return the values unchanged.
+        # PyTorch's own subclasses of saved_tensors_hooks return the values unchanged.
         refused_if(saved_tensors_hooks, enter, lambda region: type(region) is saved_tensors_hooks, saved, unhook),
         refused_if(torch.inference_mode, enter, lambda region: region.mode, inference, "use torch.no_grad()"),
         mock.patch.object(Tensor, "grad_fn", property(node_of), create=True),
@@ -109,7 +109,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 def own_backward_refused(name: str) -> tuple[str, str]:
     """Return the description and the remedy for a torch.autograd.Function."""
-    remedy = "write its forward with operators of this gradient (x + (y - x).detach() has y's value and x's gradient)"
+    remedy = "use operators with this gradient in forward (x + (y - x).detach() has y's value and x's gradient)"
     return f"torch.autograd.Function {name}, whose backward is not traced", remedy
 
 

@@ -19,7 +19,7 @@ from hydragraph.private.tracing import hint_of, new_symbol
 
 LEAST = 2  # minimum value of a symbol, because Inductor specializes 0 and 1
 
-Code = Callable[[list[Any]], Sequence[Any]]  # a call empties its list of inputs
+Code = Callable[[list[Any]], Sequence[Any]]  # a call empties the list that it is given
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 

@@ -45,7 +45,7 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return the value of a size for given values of its symbols; other symbols are 7."""
+    """Return the value of a size for given values of its symbols; symbols without a value are set to 7."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -63,7 +63,7 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Return whether a decision is true for all sizes of at least 3, tested on a large sample."""
+    """Return whether a decision holds for all sizes of at least 3, judged by a large sample."""
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
@@ -112,7 +112,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a traced tensor, or None if the tensor is not a constant or its cast."""
+    """Return the number that fills a traced tensor, or None unless the tensor is a constant or a cast constant."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -145,7 +145,7 @@ def one_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_convolution() -> Iterator[None]:
-    """Trace convolutions without PyTorch's guard on the kernel for the number of rows: all kernels give one layout."""
+    """Trace convolutions without the guards of PyTorch's kernel choice; all kernels return the same layout."""
     choose: Any = torch._C._select_conv_backend
 
     def chosen(rows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """Make the decisions that are the same for all sizes while tracing; torch.export postpones them.
+    """During tracing, evaluate conditions that are the same for all sizes; torch.export postpones them.
 
     Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """
