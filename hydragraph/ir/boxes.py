@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned part of a tensor, whose elements are consecutive in an interval and start at its element `at`."""
+    """Axis-aligned box in a tensor; its elements are consecutive in an interval, where the first has index `at`."""
 
     offsets: Extent
     sizes: Extent
@@ -25,7 +25,7 @@ class Box:
         return math.prod(self.sizes)
 
     def moved(self, dim: int) -> Box:
-        """Return the box in the tensor whose dimension 0 was moved to `dim`."""
+        """Return the same box after dimension 0 of the tensor is moved to `dim`."""
         return Box(_moved(self.offsets, dim), _moved(self.sizes, dim), self.at)
 
 
@@ -43,7 +43,7 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     row = math.prod(shape[1:])
     first = -(-lo // row)
     last = hi // row
-    # Without a row boundary, the interval is inside row `last`.
+    # An interval that contains no row boundary lies inside row `last`.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []

@@ -36,8 +36,8 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Simulate the programs of all ranks, in rank order; return None if all programs end.
 
-    For gloo, the simulation buffers sends. All other instructions wait as long as they may: for messages, for
-    tensor-parallel peers, or until all ranks enter an exchange. Programs that end over gloo also end over
+    With gloo, sends are buffered. Other instructions wait as long as the transport may make them wait: for messages,
+    for tensor-parallel peers, or until all ranks enter an exchange. Programs that end over gloo also end over
     `Transport.NCCL`, but not always over the other transports.
     """
     if transport is not Transport.GLOO:

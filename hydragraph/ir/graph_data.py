@@ -1,4 +1,4 @@
-"""Graphs as plain data, for JSON and pickle, and back.
+"""Conversion of graphs to plain data, for JSON and pickle, and back.
 
     {"hints": [64, 5],                       sizes of s0, s1
      "graphs": [[["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
@@ -45,7 +45,7 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Convert graphs of one trace to data; raise a ValueError if that is impossible."""
+    """Convert graphs of one trace to data; raise a ValueError if data cannot represent them."""
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
@@ -86,7 +86,7 @@ def value_of(node: Any) -> Any:
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
     """Return (storage number, form) for each tensor of a node's value; views of one storage share its number."""
-    # Fake tensors of a decoded graph share no storage, so the graph has the storage numbers of the encoded graph.
+    # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers from before encoding.
     meta = node.meta if isinstance(node, fx.Node) else {}
     if "forms" in meta:
         return list(zip(meta["storages"], meta["forms"](), strict=True))
@@ -167,7 +167,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
         callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
-        # `create_node` changes names of Python builtins.
+        # `create_node` changes a name that is also a Python builtin.
         node.name = name
         by_name[name] = node
         if value is not None:

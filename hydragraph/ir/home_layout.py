@@ -14,14 +14,14 @@ class HomeLayouts:
     """Home layouts of buckets; buckets of equal size and shares share one layout.
 
     Args:
-        home: has no rule; if it has copies, it has nodes (`Home.on`).
+        home: must not have a rule; if it has two copies, it must have nodes (`Home.on`).
 
     Raises:
         ValueError: the home is for a different number of ranks.
     """
 
     def __init__(self, home: Home, ranks: int) -> None:
-        assert home.rule is None, f"home {home}: its owners are chosen before layouts are made"
+        assert home.rule is None, f"home {home}: owners must be chosen before layouts are made"
         home.check(ranks)
         self.home = home
         self.ranks = ranks

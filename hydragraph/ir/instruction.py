@@ -1,4 +1,4 @@
-"""Instruction set of a rank's iteration."""
+"""Instruction set of the program that a rank runs in one iteration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Op(Enum):
 
     PULL = "pull"  # W.bucket = link home -> here
     FORWARD = "forward"
-    BACKWARD = "backward"  # a block's backward or half of it, accumulated into G.bucket
+    BACKWARD = "backward"  # a block's backward or half of it; adds to G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
     FETCH = "fetch"  # copy saved values back, after all earlier computations
     SEND = "send"
     RECEIVE = "receive"
-    PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied
+    PUSH = "push"  # link G.bucket -> home: sum at first owners, then copy to second owners
     FREE = "free"  # drop values; drop a message after it has been sent
     COMMIT = "commit"  # agree that gradients are finite; last communication of the iteration
     UPDATE = "update"
@@ -85,8 +85,8 @@ class Instruction:
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
-        after: values to wait for: reads that other streams write, or for a free, only messages and copies. A pull or
-            push also waits for earlier exchanges.
+        after: values to wait for: those of `reads` that other streams write (a free waits only for messages and
+            copies). A pull or push also waits for earlier exchanges.
     """
 
     op: Op
@@ -108,7 +108,7 @@ class Instruction:
 
     @property
     def partner(self) -> int:
-        assert self.peer is not None, f"a {self.op.value} without a peer"
+        assert self.peer is not None, f"a {self.op.value} must have a peer"
         return self.peer
 
     @property

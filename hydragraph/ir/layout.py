@@ -1,13 +1,13 @@
 """Layouts: the intervals of a bucket's flat state that each rank stores, and how gradients are combined.
 
-The state concatenates parameters. A tensor-parallel shard has one interval per parameter and fused segment; a home
-shard is one interval. A layout's arrays have one entry per interval, in elements:
+The flat state is the concatenation of a bucket's parameters. A tensor-parallel shard has one interval per parameter, or
+per fused segment of a parameter; a home shard is one interval. Each array of a layout has one entry per interval:
 
     rank     rank that stores the interval
-    lo, hi   the interval [lo, hi) of the bucket
+    lo, hi   the interval [lo, hi) of the bucket, in elements
     at       start in the rank's local buffer
     copy     index of the copy of the state
-    partial  whether the ranks' gradients are summed (PARTIAL) or equal (REPLICA)
+    partial  whether gradients of a stage's ranks are summed (PARTIAL) or equal (REPLICA)
 
 Example: a bucket has w [4, 2], which fuses q and k of 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage store:
 
@@ -83,7 +83,7 @@ class Layout:
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
-        """Return the layout with the rank numbers of a new world, without ranks that left.
+        """Return the layout with the rank numbers of a new world; ranks that left are dropped.
 
         Args:
             before: old number of each new rank; None for a rank that joined.
@@ -136,15 +136,15 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket: a copy is split into one interval per rank, in the order of `ranks`.
+    """Make the home layout of a bucket: each copy is split into one interval per rank, in the order of `ranks`.
 
-    Equal shares of a divisible size give intervals of exactly equal length, as native collectives require. Other
-    boundaries are multiples of `align`, so some ranks may have no elements of a small bucket.
+    If shares are equal and the number of ranks divides `size`, all intervals are equally long, as native collectives
+    require. Otherwise, boundaries are multiples of `align`, so some ranks may have no elements of a small bucket.
 
     Args:
         ranks: distinct, in any order.
         shares: one non-negative number per rank, or None for equal shares. With two copies, a node with more than half
-            of all shares owns the whole bucket once.
+            of all shares owns every element exactly once.
         copies: 1, or 2 to give every element a second owner on another node.
         nodes: node of each of `ranks`, or None if all ranks are on different nodes.
 
@@ -175,7 +175,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Rounding errors of the boundaries do not accumulate.
+    # Round each boundary by itself, so that rounding errors do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the last share gets the remainder
@@ -187,7 +187,7 @@ def _twice(
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Split two copies of a bucket, the second shifted by half a bucket.
 
-    A node's ranks are adjacent and own at most half of a copy, so no node owns an element twice.
+    The ranks of a node are adjacent and together own at most half of a copy, so no node owns an element twice.
 
     Returns:
         Index of the owner, lo, hi and copy of each interval; intervals may be empty.
@@ -201,7 +201,7 @@ def _twice(
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
     # At most one node has more than half of the shares; this node gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
-    ends = [Fraction(0)]  # from 0 to 1
+    ends = [Fraction(0)]  # of intervals, as fractions of the bucket
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             part = weight / total
@@ -239,8 +239,10 @@ def propagation(
         ValueError: a replicated parameter has no kind in a stage of several ranks.
     """
     members = [rank for stage in stages for rank in stage]
-    assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
-    assert all(stages), f"a stage of bucket {bucket.name} has no rank"
+    assert len(set(members)) == len(members), (
+        f"bucket {bucket.name}: a rank may be in only one of the stages {list(stages)}"
+    )
+    assert all(stages), f"bucket {bucket.name}: every stage must have a rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
@@ -265,7 +267,9 @@ def _check_home(
     size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64], copies: int, align: int, nodes: Sequence[int]
 ) -> None:
     if size < 0 or align < 1:
-        raise ValueError(f"home layout: size is {size} and align is {align}: use at least 0 and at least 1")
+        raise ValueError(
+            f"home layout: size is {size} and align is {align}: give a size of at least 0 and an align of at least 1"
+        )
     if not ranks or len(set(ranks)) != len(ranks):
         raise ValueError(f"home layout: ranks is {list(ranks)}: list at least one rank, and no rank twice")
     if len(weights) != len(ranks) or not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:

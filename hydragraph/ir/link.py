@@ -1,7 +1,8 @@
-"""Links: the slices to send to turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
+"""Links: slices that ranks send to turn one layout of a bucket into another (values: `copy`; gradients: `reduce`).
 
 The ends of the source's intervals divide a line into *cells*. A rank stores all elements of a cell or none. Each target
-interval is divided at the same ends, and a sender is chosen for each cell (Hydraulis, section 5.2, for uneven shards).
+interval is divided at the same ends, and a sender is chosen for each cell (as in Hydraulis, section 5.2, but for uneven
+shards).
 
 Symbols, with the lengths of arrays:
 
@@ -13,7 +14,7 @@ Symbols, with the lengths of arrays:
     item, cell     [S]            interval (index into T) and cell of each slice, their intersection
     holders        [S]            number of source rows that have the slice and are candidate senders
     turn           [S]            round-robin number, to choose among candidates of equal cost
-    piece, holder  [P]            index into S and source row of each pair of a slice and a candidate
+    piece, holder  [P]            slice (index into S) and source row of each pair of a slice and a candidate
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # minimum elements of a piece, maximum pieces of a bucket
+_PIECE, _PIECES = 1024, 64  # minimum size of a piece in elements; maximum number of pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Slices:
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return the slices that a rank sends and receives, both with local copies, in the same order as its peers."""
+        """Return the slices that a rank sends and those that it receives, in its peers' order, with local copies."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
@@ -72,11 +73,11 @@ class Slices:
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Return the slices of values that cover every target interval exactly once.
 
-    A rank that already has the values copies them locally. Otherwise, the nearest replica sends the values: if nodes
-    are known, a replica on the same node, then the rank with the closest number. Equally near replicas take turns.
+    A rank that already has the values copies them locally. Otherwise, the nearest replica sends them: if nodes
+    are known, replicas on the same node come first, then those with closer ranks. Equally near replicas take turns.
 
     Args:
-        rank: if given, return only the slices that this rank sends or receives, at a lower cost.
+        rank: if given, compute only the slices that this rank sends or receives, which is faster.
 
     Raises:
         ValueError: the sizes differ, or no rank of the source has needed elements.
@@ -86,7 +87,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, but let all ranks with the values, or those on the target's node, send in turn."""
+    """Return slices like `copy`, but let all replicas on the target's node send in turn, or else all other replicas."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -266,7 +267,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # This range includes gaps; `_slices` drops the excess.
+        # This range spans gaps between the rank's intervals; `_slices` drops the excess.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
@@ -276,7 +277,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
     if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
-    # Choose number turn % m of the m cheapest candidates.
+    # Of the m cheapest candidates, choose the one with index turn % m.
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)

@@ -11,14 +11,14 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Cells, Slices, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-_NEAREST, _OWN = range(2)  # preferred sender, used in `_cost`
+_NEAREST, _OWN = range(2)  # preferred sender in `_cost`: the nearest rank, or the receiver itself
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the number of elements that `link.copy(source, target)` sends between ranks [senders, receivers]."""
+    """Return the number of elements that `link.copy(source, target)` sends, as an array [senders, receivers]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks without a known node are on other nodes
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # -2: no known node
     return _counted(copy, source, target, np.zeros_like(source.copy), nodes, _NEAREST)
 
 
@@ -60,7 +60,7 @@ def _sent(
     nodes: Ints,
     way: int,
 ) -> Ints:
-    """Return elements by sender and receiver; the array is empty if a needed element is missing."""
+    """Return numbers of elements [senders, receivers]; the array is empty if a needed element is missing."""
     ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)
     for number in range(at.shape[0]):

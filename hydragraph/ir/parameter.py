@@ -1,7 +1,7 @@
 """Parameters, their sharding rules, and the flat order in which shards are intervals.
 
-A parameter's *canonical order* is its elements with the sharded dimension moved to the front. A shard is then one
-interval per fused segment (such as q, k and v), for any degree.
+A parameter's *canonical order* is its elements with the sharded dimension moved to the front. For any
+tensor-parallel degree, a shard then consists of one interval per fused segment (such as q, k and v).
 
 Example: w [3, 4] is sharded along dimension 1 and fuses two segments of 2 columns. A column is 3 consecutive elements:
 
@@ -32,8 +32,8 @@ class ShardRule:
 
     Attributes:
         segments: number of units of each fused segment, such as `(8, 8, 8)` for q, k and v of eight heads.
-        unit: elements along `dim` that may not be split, such as the head size.
-        heads: whether units are attention heads. Ranks may share a head, and then sum the head's gradients.
+        unit: number of elements along `dim` that must stay together, such as the head size.
+        heads: whether units are attention heads. Several ranks may share a head; they sum its gradients.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -104,13 +104,14 @@ class Parameter:
     def _check_rule(self, rule: ShardRule) -> None:
         if rule.dim >= len(self.shape):
             raise ValueError(
-                f"parameter {self.name}: its rule shards dimension {rule.dim}, beyond the shape {self.shape}"
+                f"parameter {self.name}: its rule shards dimension {rule.dim}, which a parameter of shape {self.shape} "
+                "does not have"
             )
         if sum(rule.segments) * rule.unit != self.shape[rule.dim]:
             raise ValueError(
-                f"parameter {self.name}: segments {rule.segments} of units of {rule.unit} are "
+                f"parameter {self.name}: segments {rule.segments} with units of {rule.unit} have "
                 f"{sum(rule.segments) * rule.unit} elements, but dimension {rule.dim} of {self.shape} has "
-                f"{self.shape[rule.dim]}; give every segment its number of units"
+                f"{self.shape[rule.dim]}; give the number of units of each segment"
             )
 
     @cached_property

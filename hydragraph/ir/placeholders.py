@@ -1,4 +1,4 @@
-"""Placeholders that a strategy fills in (Hydraulis, section 5.3): targets of FX nodes that never run."""
+"""Functions that FX nodes name in place of operations that a strategy decides (Hydraulis, section 5.3)."""
 
 from __future__ import annotations
 

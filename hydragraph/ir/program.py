@@ -90,7 +90,7 @@ class Program:
     """Captured model, independent of devices and strategies.
 
     Attributes:
-        causal: labels are the next tokens; otherwise sequences must provide labels.
+        causal: whether labels are the next tokens; if not, sequences must provide labels.
         blocks: from "embed" to "head".
         aux: the block of parameter-free values that every stage computes (positions, rotary tables).
         buckets: in block order; parameters that no block uses come last.
@@ -99,7 +99,7 @@ class Program:
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         push_dtype: dtype of gradients sent to their owners.
-        window: maximum elements of weights, and of gradients, in flight.
+        window: maximum number of weight elements in flight, and of gradient elements.
     """
 
     model: str
@@ -126,7 +126,7 @@ class Program:
         return len(self.blocks) - 2
 
     def allows(self, tp: int) -> bool:
-        """Return whether a degree can shard all heads."""
+        """Return whether tensor-parallel degree `tp` can shard all heads."""
         return all(count % tp == 0 for count in self.heads) and all(
             parameter.rule is None or parameter.rule.allows(tp) for parameter in self.parameters.values()
         )

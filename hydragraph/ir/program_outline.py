@@ -10,7 +10,7 @@ from typing import Literal
 
 from hydragraph.ir.value import bucket_of
 
-# "gradients" ends when gradients are at home; "evaluate" only runs forwards.
+# "gradients" is "train" without the update; "evaluate" runs only forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
 # "score" computes log-probabilities.
@@ -21,7 +21,7 @@ def mode_of(purpose: Purpose) -> Mode:
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
-# Names must not contain the punctuation of value names.
+# Names must not contain characters that separate values in program texts.
 _NAME = re.compile(r"[\w.\-/:]+")
 
 
@@ -33,7 +33,7 @@ class Outline:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
         elements: number of elements of each bucket; if empty, 1 each.
-        window: maximum elements of weights, and of gradients, in flight; None allows two of the largest blocks.
+        window: maximum number of weight elements in flight, and of gradient elements; None: twice the largest block.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
@@ -60,7 +60,9 @@ class Outline:
                     raise ValueError(f"{kind} {name!r} occurs more than once: make the names unique")
         for name, blocks in self.buckets:
             if not blocks or not set(blocks) <= set(self.blocks):
-                raise ValueError(f"bucket {name!r} is used by {blocks}: name at least one block of {self.blocks}")
+                raise ValueError(
+                    f"bucket {name!r} is used by {blocks}: name at least one block, all from {self.blocks}"
+                )
         if self.elements and len(self.elements) != len(self.buckets):
             raise ValueError(
                 f"elements has {len(self.elements)} numbers for {len(self.buckets)} buckets: give one per bucket"
@@ -68,7 +70,7 @@ class Outline:
         strangers = set(self.frozen) - {name for name, _ in self.buckets}
         if strangers:
             raise ValueError(
-                f"frozen is {self.frozen}: {sorted(strangers)} are not buckets of the program; name some of its buckets"
+                f"frozen is {self.frozen}: {sorted(strangers)} are not buckets of the program; name only its buckets"
             )
 
     @property
@@ -77,7 +79,7 @@ class Outline:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """Position k of each block, whose output is `h{k}`."""
+        """Position k of each block; the output of the block is `h{k}`."""
         return {block: k for k, block in enumerate(self.blocks)}
 
     @cached_property
@@ -90,14 +92,14 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return the maximum elements in flight for pulls or pushes; the default halves if an exchange is streamed."""
+        """Return the maximum number of elements in flight; without `window`, streamed exchanges halve it."""
         if self.window is not None:
             return self.window
         return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """Buckets in the order of their first block; pushes run in reverse order."""
+        """Buckets, ordered by the first block that uses each; pushes run in reverse order."""
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 

@@ -4,8 +4,8 @@ With NCCL, the device's queues wait for messages, but the host does not:
 
     host         queues all work in program order; waits only when a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
-    messages     run in program order per communicator; a message waits for its other end, and for everything computed
-                 before the last send that precedes it
+    messages     run in program order per communicator; a message waits for its other end; a send also waits for all
+                 earlier computations, and a receive for those before the preceding send
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Transport(Enum):
 
 @dataclass(frozen=True)
 class Stuck:
-    """Position of a stuck rank, and the ranks that it waits for; itself if its own queues wait for each other."""
+    """Position of a stuck rank, and the ranks that it waits for (itself, if its own queues wait for each other)."""
 
     at: int
     waits: tuple[int, ...]
@@ -42,7 +42,7 @@ class Stuck:
 
 @dataclass(eq=False)
 class _Message:
-    """One end of a message, which waits for its rank's first `after` computations."""
+    """One end of a message; it waits until its rank has run the first `after` computations."""
 
     rank: int
     peer: int

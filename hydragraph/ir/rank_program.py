@@ -1,4 +1,4 @@
-"""One rank's program of one iteration, with its printed form and parser.
+"""Program of one rank for one iteration, with its printed form and parser.
 
     rank 2 of 4  strategy <tp2,pp1> + <tp1,pp2>@7c1e00  pipeline 1, stage 0: layers 0-1, tp 1 (ranks 2), micro-batches 3
     pull     W.layer.0 = link home -> here                      # comments are ignored
@@ -76,7 +76,7 @@ class RankProgram:
 
 
 def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> str:
-    """Return the text that `parse` reads, with comments by instruction.
+    """Return the text that `parse` reads; `comments` maps indexes of instructions to comments.
 
     Raises:
         ValueError: the strategy's text or a comment would break the line structure.
@@ -138,7 +138,7 @@ def _parse_header(line: str, number: int) -> RankProgram:
     if header is None:
         raise ValueError(
             f"line {number}: expected the header 'rank R of N  strategy TEXT  idle' or '... pipeline P, stage S: "
-            f"layers A-B, tp T (ranks R ...), micro-batches M' (of shared or interleaved stages 'pipeline P, stage S + "
+            f"layers A-B, tp T (ranks R ...), micro-batches M' (shared or interleaved stages: 'pipeline P, stage S + "
             f"pipeline ...' and 'micro-batches M + M-M'), found {line!r}"
         )
     rank = int(header["rank"])

@@ -1,4 +1,4 @@
-"""Programs of many ranks: one body for each *kind*, which are ranks that differ only in peers, and each rank's peers.
+"""Programs of many ranks. Ranks of a *kind* share one body of instructions, and differ only in their peers.
 
 In a body, peer n is the n-th peer of the rank that runs the body. Example with two stages of two ranks each:
 
@@ -27,7 +27,7 @@ class SharedPrograms(Sequence[RankProgram]):
     """Programs of all ranks; each program is built on demand.
 
     Attributes:
-        bodies: instructions of each kind, whose ranks agree in layers, degree, stages and micro-batches.
+        bodies: instructions of each kind; its ranks have equal layers, degree, stages and micro-batches.
         peers: for each rank, the actual peers 0, 1, ... of its body.
 
     Raises:
@@ -48,8 +48,8 @@ class SharedPrograms(Sequence[RankProgram]):
         for header, kind, peers in zip(self.headers, self.kinds, self.peers, strict=True):
             if len(set(peers)) != len(peers) or len(peers) != counts[kind]:
                 raise ValueError(
-                    f"rank {header.rank}: its peers are {list(peers)}: its kind of program has {counts[kind]} peers, "
-                    "all different"
+                    f"rank {header.rank}: its peers are {list(peers)}: give {counts[kind]} different peers, as in the "
+                    "body of its kind"
                 )
         object.__setattr__(self, "_places", places)
 

@@ -1,4 +1,4 @@
-"""Printed form of shared programs: one text per kind and a table of the ranks, and their parser.
+"""Printed form of shared programs, and its parser: one text per kind, and a table of the ranks.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A
@@ -111,8 +111,8 @@ def _numbered_pipelines(text: str) -> str:
 def _header(pattern: RankProgram, rank: int, line: int, pipelines: tuple[int, ...], tp: tuple[int, ...]) -> RankProgram:
     if len(pipelines) != len(pattern.roles) or len(tp) != len(pattern.tp):
         raise ValueError(
-            f"{TABLE}, line {line}: expected {len(pattern.roles)} pipelines and {len(pattern.tp)} ranks in its stage, "
-            f"as in its kind's text, found {len(pipelines)} and {len(tp)}"
+            f"{TABLE}, line {line}: expected {len(pattern.roles)} pipelines and {len(pattern.tp)} ranks of a stage, as "
+            f"in the text of the kind, found {len(pipelines)} pipelines and {len(tp)} ranks"
         )
     roles = tuple(
         Role(pipeline, role.stage, role.micro_batches) for pipeline, role in zip(pipelines, pattern.roles, strict=True)
@@ -148,7 +148,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _RUN.fullmatch(part)
         if match is None:
-            raise ValueError(f"expected numbers such as 0-7,12 or -, found {text!r}")
+            raise ValueError(f"expected numbers such as 0-7,12, or - for none, found {text!r}")
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(numbers)
 

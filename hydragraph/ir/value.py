@@ -88,7 +88,7 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a streamed pull or push; `turn` is its number over all ranks."""
+    """Return the name of a streamed pull or push; `turn` is its index among those of the bucket."""
     return f"{bucket}@{turn}"
 
 

@@ -101,7 +101,7 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
             raise VerificationError(f"its header has {len(program.layers)} ranges of layers, not one per stage", rank)
         if (program.rank, program.ranks) != (rank, len(programs)):
             raise VerificationError(
-                f"its header says rank {program.rank} of {program.ranks}; give all programs in order", rank
+                f"its header says rank {program.rank} of {program.ranks}; give all programs in rank order", rank
             )
         if program.strategy != programs[0].strategy:
             raise VerificationError(f"its strategy is {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
@@ -109,7 +109,7 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
             first = pipelines[role.pipeline].setdefault(role.stage, program)
             if rank not in program.tp or _place(program) != _place(first):
                 raise VerificationError(
-                    f"place {_place(program)} lacks this rank or differs from rank {first.rank}'s {_place(first)}",
+                    f"its place {_place(program)} lacks this rank, or differs from rank {first.rank}'s {_place(first)}",
                     rank,
                 )
     for pipeline, stages in pipelines.items():
@@ -135,7 +135,7 @@ def _check_pipeline(
                 f"stage {stage} starts at layer {first}, but stage {i} must start at {layer}", program.rank
             )
         if not runs or role.micro_batches != runs:
-            raise VerificationError("its pipeline's stages differ in micro-batches, or have none", program.rank)
+            raise VerificationError("the stages of its pipeline have different micro-batches, or none", program.rank)
         others = {m for other in program.roles if other.pipeline != pipeline for m in other.micro_batches}
         if not others.isdisjoint(runs):
             raise VerificationError("pipelines that share its stage use the same micro-batch number", program.rank)
@@ -181,7 +181,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         strangers = [value for value in instruction.reads if value.kind not in rule.reads]
         strangers += [value for value in instruction.writes if value.kind not in rule.writes]
         if strangers:
-            raise _fail(program, index, f"{instruction.op.value} cannot read or write {', '.join(strangers)} like this")
+            raise _fail(program, index, f"{instruction.op.value} cannot read or cannot write {', '.join(strangers)}")
         if instruction.op in (Op.OFFLOAD, Op.FETCH):
             _check_copy(program, index)
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
@@ -365,7 +365,8 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
         raise VerificationError(
-            f"{ops.count(Op.COMMIT)} commits and {ops.count(Op.UPDATE)} updates; mode {mode} requires 1 and {update}",
+            f"it has {ops.count(Op.COMMIT)} commits (mode {mode} requires 1) and {ops.count(Op.UPDATE)} updates "
+            f"(mode {mode} requires {update})",
             program.rank,
         )
     commit = ops.index(Op.COMMIT)

@@ -426,7 +426,7 @@ def equal(one: Programs, other: Programs) -> bool:
 
 # A missing instruction, or a wrong number of them, has no index; the message names it.
 MISSING = re.compile(
-    r"(forward|backward) \S+ \[\d+\] is missing|the pu(ll|sh) of \S+ is missing|\d+ commits and \d+ updates"
+    r"(forward|backward) \S+ \[\d+\] is missing|the pu(ll|sh) of \S+ is missing|\d+ commits .* and \d+ updates"
 )
 
 

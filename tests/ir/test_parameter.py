@@ -134,11 +134,11 @@ def test_rules_are_checked(dim: int, segments: tuple[int, ...], unit: int, messa
     ("shape", "rule", "message"),
     [
         ((4, 0), None, r"parameter p: its shape \(4, 0\) has no elements"),
-        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule shards dimension 2, beyond the shape \(4, 2\)"),
+        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule shards dimension 2, which a parameter of shape \(4, 2\)"),
         (
             (8, 2),
             ShardRule(0, (2, 1), unit=2),
-            r"parameter p: segments \(2, 1\) of units of 2 are 6 elements, .* has 8",
+            r"parameter p: segments \(2, 1\) with units of 2 have 6 elements, .* has 8",
         ),
         ((), ShardRule(0, (1,)), "its rule shards dimension 0"),
     ],

@@ -171,7 +171,7 @@ def test_untouched_programs_verify(mode):
             r"rank 3, .*forward aux \[0\]`: this rank should not run this instruction, or",
         ),
         (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*it should read \(W.word, a.0\)"),
-        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull cannot read or write h1.0, h1.0>2 like this"),
+        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull cannot read or cannot write h1.0, h1.0>2"),
         (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is last used here, but is never freed"),
         (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages must be freed before the commit"),
         (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but no earlier"),
@@ -206,7 +206,7 @@ def test_untouched_programs_verify(mode):
             r"rank 3, .*`compute commit .*: instruction \d+ `push link G.word -> home ",
         ),
         (3, moved("update", "commit"), r"rank 3, .*`compute update`: the update precedes the commit"),
-        (4, dropped("commit"), r"rank 4: 0 commits and 1 updates; mode train requires 1 and 1"),
+        (4, dropped("commit"), r"rank 4: it has 0 commits \(mode train requires 1\) and 1 updates"),
         (3, changed("commit", reads=()), r"rank 3, .*(last used here, but is never freed|it should read)"),
     ],
 )
@@ -258,10 +258,10 @@ def test_pull_behind_a_receive_is_a_deadlock():
     [
         (1, {"rank": 0}, "rank 1: its header says rank 0 of 5"),
         (1, {"strategy": "other"}, "rank 1: its strategy is other, but rank 0 has"),
-        (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: place .* differs from rank 0's"),
+        (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: its place .* differs from rank 0's"),
         (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: its tensor-parallel peer 1 has a different place"),
         (2, {"layers": ((0, 2),)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
-        (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: its pipeline's stages differ in micro-batches"),
+        (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: the stages of its pipeline have different micro-batches"),
         (3, {"layers": ((0, 1),)}, "rank 3: its pipeline ends at layer 1 of 2"),
     ],
 )
@@ -275,7 +275,7 @@ def test_programs_of_the_other_mode_are_caught():
 
 
 def test_a_missing_rank_is_caught():
-    refused(programs()[:4], "rank 0 of 5; give all programs in order")
+    refused(programs()[:4], "rank 0 of 5; give all programs in rank order")
 
 
 SHARING = Outline(("embed", "layer.0", "layer.1", "head"), tuple((b, (b,)) for b in ("embed", "layer.0", "layer.1")))
@@ -285,9 +285,13 @@ SHARING = Outline(("embed", "layer.0", "layer.1", "head"), tuple((b, (b,)) for b
     ("rank", "roles", "message"),
     [
         (2, (Role(0, 1, range(2)),), "rank 1: its pipeline ends at layer 1 of 2"),
-        (2, (Role(0, 1, range(2)), Role(1, 1, range(2, 4))), "rank 2: its pipeline's stages differ in micro-batches"),
+        (
+            2,
+            (Role(0, 1, range(2)), Role(1, 1, range(2, 4))),
+            "rank 2: the stages of its pipeline have different micro-batches",
+        ),
         (2, (Role(0, 1, range(2)), Role(1, 1, range(1))), "rank 2: .* use the same micro-batch number"),
-        (1, (Role(1, 0, range(4, 5)),), "rank 2: its pipeline's stages differ in micro-batches"),
+        (1, (Role(1, 0, range(4, 5)),), "rank 2: the stages of its pipeline have different micro-batches"),
     ],
 )
 def test_roles_of_a_shared_stage_that_do_not_fit_are_caught(rank, roles, message):

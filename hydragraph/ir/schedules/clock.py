@@ -1,4 +1,4 @@
-"""Clock: when each stage would run each micro-batch if always busy; it orders a rank's tasks.
+"""Clock: an idealized time for each forward and backward of each stage, by which ranks order their tasks.
 
 One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
 
@@ -7,25 +7,26 @@ One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
     stage 1      F0      F1  B0  F2  B1  F3  B2
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
-A stage that runs n micro-batches has a period of 1 / n of the iteration, two ticks here, half for a forward and half
-for a backward. With different periods:
+A stage that runs n micro-batches has a period of 1 / n of the iteration. In this example, a period is two ticks: one
+for a forward and one for a backward. If stages have different periods:
 
-- Micro-batch j of a pipeline's c enters the first stage at j / c of the iteration. Of P pipelines that share stages,
-  the i-th starts later by i / P of that interval.
-- It reaches the next stage after half the period of the slower of the two stages, and returns in the same way.
-- On the last stage, its backward begins half a period after its forward.
+- Micro-batch j of a pipeline with c micro-batches enters the first stage at j / c of the iteration. If P pipelines
+  share stages, pipeline i is delayed by i / (P c).
+- A micro-batch moves to a neighboring stage, in either direction, in half of the longer of the two periods.
+- On the last stage, a backward begins half a period after its forward.
 
-Ranks that run their tasks in clock order cannot deadlock: a task's inputs are earlier by the clock. All micro-batches
-take the same time between two stages, so they arrive in order.
+Ranks that run their tasks in clock order cannot deadlock, because the inputs of a task have earlier times. All
+micro-batches take the same time between two stages, so they arrive in order.
 
-Interleaved stages: a pipeline passes through its G groups of devices in C rounds. Micro-batches enter in sets of G, and
-a set finishes a round before the next one. A micro-batch moves on after a whole period. F0:1 is in the second round:
+Interleaved stages: a micro-batch passes through G groups of devices in each of C rounds. Micro-batches enter in sets of
+G, and a set finishes a round before it starts the next. A micro-batch reaches the next stage after a whole period.
+F0:1 is the forward of micro-batch 0 in the second round:
 
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
 
-The first row holds (C - 1) G + 2 (G - 1) + 1 activations. (Narayanan et al., Efficient Large-Scale Language Model
-Training on GPU Clusters, 2021, section 2.2.)
+The first row holds at most (C - 1) G + 2 (G - 1) + 1 activations. (Narayanan et al., Efficient Large-Scale Language
+Model Training on GPU Clusters, 2021, section 2.2.)
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, Shape, Work
 
-Ticks = int  # fine enough that all times are integers
+Ticks = int  # a unit so small that all times are integers
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Schedule of a pipeline's micro-batches on one stage.
+    """Times at which one stage runs a pipeline's micro-batches.
 
     Attributes:
-        arrives: time of the previous stage's forward, or of this one's on the first stage.
-        every: time between micro-batches of a set.
-        pause: additional time between sets.
+        arrives: time of the first micro-batch's forward on the previous stage, or on this stage if it is the first.
+        every: time from one micro-batch to the next.
+        pause: additional time between sets of `set` micro-batches.
     """
 
     first: int
@@ -75,14 +76,14 @@ class Beat:
         return earlier * self.every + earlier // self.set * self.pause
 
     def returns_at(self, micro_batch: int) -> Ticks:
-        """Return when the previous stage runs its backward."""
+        """Return the time of a micro-batch's backward on the previous stage."""
         return self.backward_at(micro_batch) + self.forward - self.arrives
 
 
 @lru_cache(maxsize=256)
 def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
-        assert len(shape.stages) == 1, "`Strategy` refuses shared stages in a pipeline that returns to its devices"
+        assert len(shape.stages) == 1, "only pipelines without interleaved stages may share stages"
         return (_returning(shape.stages[0]),)
     times: list[list[list[Fraction]]] = []
     for i, (count, chain) in enumerate(zip(shape.counts, shape.stages, strict=True)):
@@ -123,7 +124,7 @@ def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
 def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
     size = len(set(rows))
     forwards: list[int] = []
-    begin = 0  # of the round
+    begin = 0  # start of the round
     there: list[int] = []
     for row in rows:
         if row in there:

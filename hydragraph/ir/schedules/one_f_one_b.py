@@ -1,6 +1,6 @@
-"""1F1B: a stage runs a few forwards ahead, then a backward and a forward in turn, then the remaining backwards.
+"""1F1B: a stage runs some forwards, then alternates one backward and one forward, then runs the last backwards.
 
-At most S - s micro-batches of a pipeline are in flight on stage s of S.
+In a pipeline of S stages, stage s = 0, ..., S - 1 holds at most S - s micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def one_f_one_b(shape: Shape) -> Schedule:
 def _row(shape: Shape, stage: int) -> tuple[Action, ...]:
     forwards = forwards_of(shape, stage)
     if shape.is_last(stage):
-        # A backward only waits for its own forward.
+        # On the last stage, a backward waits only for its own forward.
         return tuple(action for _, one in forwards for action in (one, one._replace(work=Work.BACKWARD)))
-    # Backwards come first at equal times, to free memory.
+    # At equal times, backwards precede forwards, to free memory.
     return tuple(action for _, action in sorted([*backwards_of(shape, stage), *forwards], key=itemgetter(0)))

@@ -1,15 +1,16 @@
-"""Schedule: the order in which every stage of some pipelines runs its work.
+"""Schedule: the order in which each stage of one or more pipelines runs its forwards and backwards.
 
-It prints as a grid and parses back: a row per stage, a column per unit of time if every action takes one. F is a
-forward, B a backward, I and W its halves. `F1.4` is the forward of pipeline 1's micro-batch 4; pipeline 0 is left out.
+The printed form is a grid with a row per stage and a column per unit of time, as if every action took one unit. F is a
+forward and B a backward; I and W are the halves of a backward that compute the gradients of the input and of the
+weights. `F1.4` is the forward of micro-batch 4 in pipeline 1; the number of pipeline 0 is omitted.
 
     schedule example
     stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-Stages on the same devices are one row, whether of several pipelines or of one (interleaved stages); `F0:1` is the
-forward of micro-batch 0 through the pipeline's second stage there:
+Stages on the same devices share a row. If they belong to one pipeline (interleaved stages), `F0:1` is the forward of
+micro-batch 0 through the second of them:
 
     stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
     stage 1  .    F0   F1   F0:1 B0:1 F1:1 B1:1 B0   B1
@@ -36,22 +37,22 @@ _CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)(?::(\d+))?")
 
 
 class Work(Enum):
-    """Kind of an action, with its letter in a grid."""
+    """Kind of an action; the value is its letter in a grid."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    __hash__ = object.__hash__  # faster than the name's
+    __hash__ = object.__hash__  # faster than Enum's hash of the name
 
 
-# Work that returns the gradient of a stage's input.
+# Kinds of work that compute the gradient of a stage's input.
 RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One micro-batch's work on a stage; `visit`: index among the pipeline's stages in this row."""
+    """Work of one micro-batch on a stage; `visit` is the stage's index among its pipeline's stages in the row."""
 
     work: Work
     pipeline: int
@@ -69,12 +70,12 @@ Place = tuple[int, int]  # row and visit of a stage
 
 @dataclass(frozen=True)
 class Shape:
-    """Pipelines that share stages, usually one; micro-batches are numbered across them.
+    """One pipeline, or several that share stages; micro-batches are numbered across all pipelines.
 
     Attributes:
-        counts: micro-batches of each pipeline, 1 or more.
-        stages: row of each stage of each pipeline; stages on the same devices have one row. Rows ascend along a
-            pipeline, except where it returns.
+        counts: number of micro-batches of each pipeline, at least 1.
+        stages: row of each stage, by pipeline; stages on the same devices have the same row. Rows ascend along a
+            pipeline, except where it returns to earlier devices.
     """
 
     counts: tuple[int, ...]
@@ -95,13 +96,13 @@ class Shape:
 
     @cached_property
     def micro_batches(self) -> tuple[range, ...]:
-        """Numbers by pipeline."""
+        """Numbers of each pipeline's micro-batches."""
         ends = list(accumulate(self.counts, initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
     @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """Pipelines by row."""
+        """Pipelines that use each row."""
         return tuple(tuple(p for p, chain in enumerate(self.stages) if s in chain) for s in range(self.size))
 
     @cached_property
@@ -113,7 +114,7 @@ class Shape:
 
     @cached_property
     def links(self) -> Mapping[tuple[Place, Place], tuple[int, ...]]:
-        """Pipelines by pair of consecutive places."""
+        """Pipelines that pass directly from one place to another, by that pair of places."""
         links: dict[tuple[Place, Place], tuple[int, ...]] = {}
         for pipeline, chain in enumerate(self.places):
             for link in pairwise(chain):
@@ -131,12 +132,12 @@ def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
 
-    It serves fewer micro-batches if the actions of the others are skipped.
+    The table also serves fewer micro-batches, if the actions of the other micro-batches are skipped.
 
     Attributes:
-        work: index of each action's kind in `WORKS`; -1 after the last.
-        skip: index of the next action of a smaller micro-batch.
-        stage: with interleaved stages the last rows are empty.
+        work: index in `WORKS` of each action's kind; -1 after a row's last action.
+        skip: index of the row's next action with a smaller micro-batch number.
+        stage: stage of each action; with interleaved stages, the table's last rows are empty.
     """
 
     work: NDArray[np.int32]
@@ -150,7 +151,7 @@ WORKS = tuple(Work)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of stages' work."""
+    """Order of the work of each stage."""
 
     kind: str
     actions: tuple[tuple[Action, ...], ...]
@@ -177,7 +178,7 @@ class Schedule:
         header, *lines = text.strip().splitlines()
         title = header.split()
         if len(title) != 2 or title[0] != "schedule":
-            raise ValueError(f"line 1 is {header!r}: begin a grid with 'schedule' and the name of its kind")
+            raise ValueError(f"line 1 is {header!r}: write 'schedule' and a kind, such as 'schedule 1f1b'")
         rows = []
         for s, line in enumerate(lines):
             label, number, *cells = line.split() or ("",) * 2
@@ -200,7 +201,7 @@ class Schedule:
                 raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs after it")
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a row holds, from forward to last gradient."""
+        """Return how many micro-batches a row holds at most; it holds each from its forward to its last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -278,7 +279,7 @@ class Schedule:
     def begins(
         self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[int]] | None = None
     ) -> list[list[int]]:
-        """Return when each action begins; a row's list ends where it deadlocks.
+        """Return the time at which each action begins; the list of a deadlocked row ends before the stuck action.
 
         Args:
             lengths: length of each row's actions; default: 1.
@@ -327,14 +328,14 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ValueError(
-            f"stage {stage}, cell {at} is {cell!r}: write F, B, I or W and a micro-batch (F3, F1.3 of pipeline 1, or "
-            "F3:1 on a second stage)"
+            f"stage {stage}, cell {at} is {cell!r}: write F, B, I or W and a micro-batch, such as F3 (F1.3 in pipeline "
+            "1, F3:1 on the second stage of a row)"
         )
     return Action(Work(match[1]), int(match[2] or 0), int(match[3]), int(match[4] or 0))
 
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:
-    """Return the index of the smaller number after each, or the length."""
+    """Return, for each number, the index of the next smaller number, or the length if there is none."""
     result = [len(numbers)] * len(numbers)
     larger: list[int] = []
     for i, number in enumerate(numbers):

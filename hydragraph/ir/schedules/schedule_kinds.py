@@ -1,7 +1,7 @@
-"""Kinds of schedules, by the name in a strategy.
+"""Kinds of schedules, by their names in strategies.
 
-Every kind runs a pipeline's micro-batches in ascending order, which fixes the order of gradient sums. If no stage is
-shared, the order for fewer micro-batches is a subsequence of the order for more.
+Every kind runs a pipeline's micro-batches in ascending order, so gradients are always summed in the same order. If no
+stage is shared, removing a schedule's last micro-batches yields the schedule for fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALL_IN_FLIGHT = gpipe.NAME
 
 @lru_cache(maxsize=64)
 def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
-    """Return a kind's schedule; in mode "evaluate", forwards only."""
+    """Return the schedule of a kind; in mode "evaluate", it has only forwards."""
     if mode == "evaluate":
         stages = range(shape.size)
         return Schedule(kind, tuple(tuple(action for _, action in forwards_of(shape, stage)) for stage in stages))
@@ -41,19 +41,19 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the most micro-batches on each stage, at most the number of stages; None: all."""
+    """Return how many micro-batches each stage holds at most, or None if a stage holds all of them."""
     count = stages + 1
     schedule = KINDS[kind](Shape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the most of `count` micro-batches on each stage."""
+    """Return how many micro-batches each stage holds at most, if a pipeline runs `count` of them."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
 def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTable:
-    """Return a kind's table of at least `count` micro-batches, given stages' rows or their number."""
+    """Return a table of at least `count` micro-batches; `rows` is the row of each stage, or the number of stages."""
     return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 
