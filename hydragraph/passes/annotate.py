@@ -33,8 +33,8 @@ _LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.def
 
 
 def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
-    """Return a copy of the graph in which the parts that may be split are marked."""
-    # Insert one placeholder per value, so that the value's gradient is summed once.
+    """Return a copy of the graph in which `communicate` marks the parts that may be sharded."""
+    # Insert one `communicate` per value, so that the value's gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
@@ -79,7 +79,7 @@ def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
 
 
 def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
-    # Here, a parameter's gradient would be partial; elsewhere, it is complete.
+    # A parameter that is combined with a partial sum would get a partial gradient.
     if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
         return False
     first = operands(node)[0]

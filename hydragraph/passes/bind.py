@@ -1,4 +1,4 @@
-"""Pass `bind`: move a graph's device constants to the device that it will run on."""
+"""Pass `bind`: move a graph's constants and new tensors to the device that the graph will run on."""
 
 from __future__ import annotations
 

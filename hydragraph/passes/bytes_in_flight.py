@@ -1,4 +1,4 @@
-"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until earlier ones free enough room."""
+"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until earlier ones leave enough room."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, but put a block's forward after the pull that waits for the block's weights.
+    """Put pulls before a rank's work, but run a block's forward right after a pull that waits for its weights.
 
     Only a first stage computes between pulls: a later stage would have to wait for a hidden state.
     """

@@ -41,7 +41,7 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
     """Check that tensor parallelism shards every layer.
 
-    Small parameters (norms, a router) and the head of a loss that needs all logits may stay replicated.
+    Small parameters (norms, a router) and a head whose loss needs all logits may stay replicated.
 
     Raises:
         Unsupported: a layer has experts, a convolution or another operator without a sharding rule.

@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives as operators of the forward graph; each has its own backward.
+"""Tensor-parallel collectives as operators of the forward graph, and their backwards.
 
 These operators have no implementation: after differentiation, calls of the runtime's `collectives` replace them. The
 states R (replicated), P (partial sum) and S (sharded by tokens) are those of `hydragraph.passes.shard`.

@@ -42,7 +42,7 @@ aten = torch.ops.aten
 BACKENDS = ("inductor", "eager")
 # First symbolic size for which kernels are tuned.
 TUNED = 2048
-# Maximum codes per piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum number of codes per piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
@@ -61,7 +61,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     """Return "inductor" or "eager"; None selects Inductor on CUDA and eager elsewhere.
 
     Raises:
-        ValueError: `asked` is another name.
+        ValueError: `asked` is neither of these names.
         Unsupported: Inductor finds no compiler on this host.
     """
     if asked is not None and asked not in BACKENDS:

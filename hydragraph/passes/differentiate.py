@@ -96,7 +96,7 @@ def saved_names(count: int) -> tuple[str, ...]:
 @one_pass()
 @code_when_called()
 def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
-    """Trace forward and backward of a sharded template together, and split them.
+    """Trace forward and backward of a sharded template as one graph, and split it.
 
     Without gradients, there are no saved values and the backward is empty.
 

@@ -49,7 +49,7 @@ NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Raised for candidates whose whole value an operator needs."""
+    """Raised if an operator needs the whole value that candidates would shard."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -201,7 +201,8 @@ class _Walk:
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         """Return a value and its inputs up to a parameter, each with the index of the given dimension.
 
-        The list is empty if the value is not computed from one parameter, or if other nodes read one of these values.
+        The list is empty unless pointwise operators, squeezes and row selections compute the value from a single
+        parameter that may be sharded, and no value on the way has another reader.
         """
         chain = [(node, dim)]
         while len(node.users) == 1:
@@ -222,7 +223,7 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        # With LoRA, a layer's result is sharded, but the adapter's row-parallel product over 8 columns is whole.
+        # With LoRA, a layer's sharded result meets the whole result of the adapter's narrow product: ban the adapter.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:

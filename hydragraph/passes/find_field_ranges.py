@@ -143,5 +143,5 @@ def _rows(
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     form = form_of(node)
-    assert form is not None, "operators that look up take tensors"
+    assert form is not None, "lookups must read a tensor"
     return form.sizes

@@ -1,4 +1,4 @@
-"""Access to one node of a forward graph."""
+"""Accessors for parts of a forward graph's node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
-# Operators that mix tokens of one sequence; their first seven arguments are the same.
+# Operators that mix tokens of one sequence; their first seven arguments have the same meaning.
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
@@ -75,7 +75,7 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node multiplies rows, grouped by expert or [experts, rows, in], by their expert's weight."""
+    """Return whether a node multiplies rows by their experts' weights; rows are [experts, rows, in] or sorted."""
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED
@@ -101,5 +101,5 @@ def chosen_rows(node: fx.Node) -> fx.Node | None:
 
 
 def sink(node: fx.Node) -> fx.Node | None:
-    """Return the attention sinks of an attention call, [Hq], or None if it has none."""
+    """Return the attention sinks of an attention call, [Hq], or None if the call has none."""
     return operands(node)[10] if node.target is varlen and len(operands(node)) > 10 else None

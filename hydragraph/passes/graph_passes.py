@@ -26,7 +26,7 @@ Graphs = Template | ShardedTemplate | Variant
 
 @dataclass(frozen=True)
 class GraphPass:
-    """Step from a template to a rank's graphs; `VariantSpec.passes` checks its condition `when`."""
+    """Step from a template to a rank's graphs; `when` describes its condition, which `VariantSpec.passes` checks."""
 
     name: str
     when: str

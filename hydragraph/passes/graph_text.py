@@ -9,8 +9,8 @@ from torch import fx
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Return a graph's operators, without names that depend on earlier traces."""
-    # Number other inputs from 0: releases of transformers differ in how many exist.
+    """Return a graph's operators as text, without names that depend on earlier traces."""
+    # Number inputs named "other" from 0: their own numbers depend on the release of transformers.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []

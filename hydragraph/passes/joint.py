@@ -5,8 +5,8 @@ Traces of two tensor-parallel degrees differ only in sizes. Therefore, a templat
 For example, 32 heads are 32 P in the trace, and 16 heads for degree 2.
 
 The model's own numbers are less than P, so they remain distinguishable from shares after sums and products (Kronecker's
-substitution). A degree gets its own trace if a number may or may not be a share, if the degree does not divide a share,
-if a share becomes 1 (PyTorch specializes on 1), or under sequence parallelism.
+substitution). A degree gets its own trace if it is uncertain whether a number is a share, if the degree does not divide
+a share, if a share becomes 1 (PyTorch specializes on 1), or under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WIDE = StagePart(StageKind(2))  # any degree above 1 gives the same trace
 
 
 class _NotProvenError(Exception):
-    """Raised for a number that may or may not be a share."""
+    """Raised if a graph for all degrees cannot be converted to one degree."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
                 prove_sizes(joint, proven)
                 return joint, values, outputs
             except (_NotProvenError, Unsupported) as error:
-                _LOG.debug("%s is traced for tp %d by itself: %s", spec.where, spec.part.tp, error)
+                _LOG.debug("%s gets its own trace for tp %d: %s", spec.where, spec.part.tp, error)
     made: list[tuple[fx.GraphModule, list[torch.Tensor]]] = []
 
     def make() -> Mapping[str, Any] | None:
@@ -197,12 +197,12 @@ def _share(number: int, tp: int) -> int:
     if rest or abs(times) >= SHARE or times % tp:
         raise _NotProvenError(f"{number} is not a share of {tp} ranks")
     if abs(times) == tp:
-        raise _NotProvenError(f"a share of {times} units is one unit")
+        raise _NotProvenError(f"a share of {times} units becomes one unit, on which PyTorch specializes")
     return times // tp
 
 
 def _no_share(number: float) -> float:
-    """Return a number; raise _NotProvenError if it may be a multiple of P, or the inverse or root of a multiple."""
+    """Return the number; raise _NotProvenError if it may be a multiple of P, or a multiple's inverse or root."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate in candidates:
@@ -231,7 +231,7 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return a value's spec; with `in_part`, the value has only a rank's tokens under sequence parallelism."""
+    """Return a value's spec; with `in_part`, the value holds only one rank's tokens under sequence parallelism."""
     # The size T is "s0"; a rank's part of T is "s0/2" for two ranks.
     value = value_of(node)
     sizes = []

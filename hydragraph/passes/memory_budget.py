@@ -1,8 +1,9 @@
-"""Memory budgets: selection of the saved values that a backward recomputes instead.
+"""Memory budgets: selection of values that are recomputed in the backward instead of saved.
 
 The storages that "min_cut" saves are dropped one by one until the budget's fraction of their bytes remains. Each step
 drops the storage that adds the least recomputation cost per byte. Inputs and results of the forward do not count.
-Attention, collectives and random numbers are never recomputed, so values that need them stay saved.
+Attention, collectives and random numbers are never recomputed, so values whose recomputation needs them
+stay saved.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hydragraph.ir.graph_data import results_of, storages_of, value_of
 from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import ancestors_of, draws, hint_of
 
-_PRODUCTS = {  # operator -> its operand whose last dimension is summed over
+_PRODUCTS = {  # operator -> index of the operand whose last dimension is summed over
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
@@ -26,7 +27,7 @@ _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
 _LOCAL = frozenset(  # cheap, local, deterministic
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
-# Matrix-product operations in the time of moving one element, on a GPU with 3e14 operations/s and 2e12 bytes/s.
+# Matrix-product operations that take as long as moving one element, on a GPU with 3e14 operations/s and 2e12 bytes/s.
 PER_ELEMENT = 600
 
 

@@ -51,7 +51,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             continue
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
-            # Equal units, such as gate and up of an MLP, must be on the same rank.
+            # Corresponding units, such as those of gate and up in an MLP, must be on the same rank.
             if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length) or not _alike(cut.outer, out.outer):
                 return None
             if cut.pieces or out.pieces:
@@ -194,8 +194,8 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    For [1, T, 4, 16] viewed as [T, 64], dimension 2 becomes dimension 1. Dimension 3 becomes None, because each rank's
-    part would be scattered.
+    For [1, T, 4, 16] viewed as [T, 64], dimension 2 becomes dimension 1. For dimension 3, the result is None, because
+    each rank's part would be scattered.
     """
     for source, target in _groups(before, after):
         if dim in source:
@@ -219,7 +219,7 @@ def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | 
 
 
 def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
-    """Yield groups of equal product: (1, T) and (T), then (4, 16) and (64), for a view of [1, T, 4, 16] as [T, 64]."""
+    """Yield dimensions of equal total size: for [1, T, 4, 16] as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -306,7 +306,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     if not isinstance(cut.scale, int) or cut.outer or cut.pieces:
         return None
     if step != 1:
-        # Two parts of a gate alternate, so each pair must stay on one rank.
+        # `step` values alternate, such as gate and up, so each group of `step` elements must stay on one rank.
         if a >= step or b != size or size % step:
             return None
         cuts.refine(cut, cut.scale * step)
@@ -369,7 +369,7 @@ def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
-    """Return whether a cut covers one whole segment, with the length of the lead's first segment."""
+    """Return whether a cut covers one whole segment that is as long as the lead's first segment."""
     bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
     segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
     return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length
@@ -391,7 +391,7 @@ def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
     return None
 
 
-# Elementwise operators without PyTorch's tag.
+# Pointwise operators without PyTorch's tag `pointwise`.
 _UNTAGGED = (
     *(aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.rsub.Tensor, aten.masked_fill.Tensor),
     *(aten.log_sigmoid.default, aten.hardswish.default, aten.prelu.default, aten.isclose.default, aten.ldexp.Tensor),

@@ -18,7 +18,7 @@ from hydragraph.passes.place import Placement
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls, pushes, commit and (to train) update; post receives early; set the values to wait for.
+    """Add pulls, pushes, the commit and, in training, the update; post receives early; set `after`.
 
     Pulls come first, in block order; pushes of trainable buckets follow in reverse. Messages still in flight are freed
     before the commit.

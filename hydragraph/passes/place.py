@@ -102,7 +102,7 @@ class Placement:
     """Placement of the blocks and weights of one iteration.
 
     Attributes:
-        stages: stages with micro-batches, by pipeline and stage; shared and interleaved stages occur once.
+        stages: stages with micro-batches, ordered by pipeline and stage; shared and interleaved stages occur once.
         holders: for each used bucket, in pull order, the ranks of each stage that uses the bucket.
     """
 
@@ -137,7 +137,7 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """Whether a stage with work streams."""
+        """Whether any stage with micro-batches streams."""
         return any(stage.stream for stage in self.stages)
 
     @cached_property

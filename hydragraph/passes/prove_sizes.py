@@ -29,7 +29,7 @@ from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_nam
 # loops over tokens short.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# The second proof uses this multiple of the example's sizes, plus one, so that the sizes share no factor.
+# The second proof uses this multiple of the example's sizes, plus one, so that old and new sizes share no factor.
 _ELSEWHERE = 3
 # Larger numbers mean "no end" or "minus infinity".
 _LARGEST = 1 << 31

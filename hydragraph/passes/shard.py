@@ -84,7 +84,7 @@ def shard(
     """Instantiate a template for one rank of a stage.
 
     Args:
-        parameters: local parameter names -> parameters of any block of the template.
+        parameters: local parameter names -> parameters of any one block of the template.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator.
@@ -345,7 +345,7 @@ class _Rewrite:
         return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
     def _check_value_heads(self, node: fx.Node, cut: Cut) -> None:
-        """Reject ranks that share a value head of linear attention, because each rank would add the head's result."""
+        """Reject ranks that share a value head of linear attention, whose result would be added once per rank."""
         if self.local_size(cut) * self.part.tp != cut.entries:
             heads = int(shape(operands(node)[0])[1])
             raise Unsupported(
@@ -392,7 +392,7 @@ class _Rewrite:
         return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
 
     def local_size(self, cut: Cut) -> int:
-        """Return this rank's size of the sharded dimension of a value.
+        """Return the size of a value's sharded dimension on this rank.
 
         A fused weight [3 * 64, 64] has segments of (4, 4, 4) units of 16 elements. Rank 0 of 2 has 2 units of each
         segment: 32 elements, or 2 heads (`scale` 16).

@@ -39,10 +39,10 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """Pull or push of a bucket, which all ranks enter.
+    """Pull or push that all ranks enter.
 
     Attributes:
-        name: the bucket, or `ir.value.streamed`; unique per operation.
+        name: the bucket's name, or one made by `ir.value.streamed`; unique per operation.
         stages: the ranks of every stage that takes part.
     """
 
@@ -104,7 +104,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
 
 
 def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hashable:
-    """Return a key that, with a stage's roles and blocks, determines its exchanges."""
+    """Return a key that, with a stage's roles and blocks, determines the stage's exchanges."""
     if stage is None or not placement.streams:
         return None
     exchanges = streaming(placement, mode)
@@ -228,7 +228,7 @@ def _pulls(
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
-    """Yield all pushes; stages that do not stream push a bucket together, after the last of these stages."""
+    """Yield all pushes; stages that do not stream push a bucket together, after the last backward of all."""
     outline = placement.outline
     whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
     for stage in placement.stages:
@@ -275,7 +275,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
             free[ranks] = ended[role.pipeline, role.stage, *task[:2]] = begin + seconds
             target = role.following if task[0] is Op.FORWARD else role.previous
             ready.extend([target] if target else [])
-    assert not any(left.values()), "the tasks of a schedule end"
+    assert not any(left.values()), "all tasks of a schedule must run"
     return times
 
 

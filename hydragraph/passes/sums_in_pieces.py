@@ -1,4 +1,4 @@
-"""Pass `sums_in_pieces`: compute products and all-reduce their results in pieces of the tokens.
+"""Pass `sums_in_pieces`: compute products for pieces of the tokens, and all-reduce each piece separately.
 
     before     u = x W;  s = all_reduce(u)
     after      s = all_reduce_product([x], [W])
@@ -52,7 +52,7 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """Return the products [T, N] whose sum, maybe viewed as [1, T, N], is a value with one reader, or None."""
+    """Return the products [T, N] whose sum is this value or its view [T, N]; None for other values or readers."""
     if len(node.users) > 1:
         return None
     if node.target is aten.mm.default:

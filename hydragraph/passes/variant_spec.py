@@ -1,4 +1,4 @@
-"""Spec of a variant, the graphs of a block on one rank."""
+"""Spec of a variant, that is, of the graphs of a block on one rank."""
 
 from __future__ import annotations
 

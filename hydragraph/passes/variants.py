@@ -40,7 +40,7 @@ _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDiction
 
 
 class Library(Protocol):
-    """Source of variants before backend compilation; its `str` is its location."""
+    """Source of variants before backend compilation; `str` returns its location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec, or None."""
@@ -111,7 +111,7 @@ class Variants:
             if variant is None:
                 variant = _shared[key] = self._made(spec)
             else:
-                _LOG.info("reused %s for %s, which this process had compiled", block.name, _form(part))
+                _LOG.info("reused %s, which this process had compiled, for %s", block.name, _form(part))
             return variant
 
         variant = self._known.get(key, make)

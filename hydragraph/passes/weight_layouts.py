@@ -27,7 +27,7 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of all buckets if all pipelines have micro-batches; equal layouts are one object."""
+    """Return the layouts of all buckets, as if all pipelines had micro-batches; equal layouts are one object."""
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     kinds_of = kinds_once(program)
