@@ -99,7 +99,10 @@ def test_what_is_dropped_is_told(caplog: pytest.LogCaptureFixture) -> None:
         buffers.give(buffers.take(250_000))
         buffers.begin()
         buffers.begin()
-    assert caplog.messages == ["dropped the least recently used dict: 1 are kept", "dropped 1 idle buffers of 1.0 MB"]
+    assert caplog.messages == [
+        "dropped the least recently used dict: 1 are kept",
+        "dropped 1 idle buffers, in total 1.0 MB",
+    ]
 
 
 def test_buffers_are_not_counted_for_nobody(caplog: pytest.LogCaptureFixture) -> None:

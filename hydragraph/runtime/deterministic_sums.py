@@ -86,14 +86,14 @@ class Deterministic:
                         f"the stage on devices {list(stage.devices)} streams, so its gradients are rounded to fp32 "
                         "after every micro-batch",
                         where=f"{_WHERE}, strategy {strategy}",
-                        remedy="leave out stream (w and g in a text), or train without deterministic",
+                        remedy="leave out stream (w and g in strategy text), or train without deterministic",
                     )
                 if stage.kind.sums_in_pieces:
                     raise Unsupported(
-                        f"the stage on devices {list(stage.devices)} has sums in pieces: products of other numbers of "
-                        "tokens may differ in bits",
+                        f"the stage on devices {list(stage.devices)} has sums in pieces: products of fewer tokens "
+                        "at a time may differ in bits",
                         where=f"{_WHERE}, strategy {strategy}",
-                        remedy="leave out sums_in_pieces (p in a text), or train without deterministic",
+                        remedy="leave out sums_in_pieces (p in strategy text), or train without deterministic",
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(

@@ -25,7 +25,7 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Minimum ratio of a rank's speed to its type's median speed, and of memory sizes in a type.
+# Minimum ratio of speeds (rank to median of its type) and of memory sizes (smaller to larger rank of a type).
 ALIKE = 0.8
 # Maximum probes of a device; the fastest counts. Probes are repeated only if devices of one name differ in speed.
 PROBES = 6
@@ -43,7 +43,7 @@ class DeviceReport:
         memory_bytes: bytes that the rank may use; ranks that share a device or host split its memory.
         products_per_s, flops_per_s: speed of small matrix products.
         threads: compute threads on a CPU; 0 on a GPU.
-        details: compute capability, PCI address and peers of a GPU, or cores; NUMA nodes and network interfaces.
+        details: compute capability, PCI address and peers (GPU) or cores (CPU); NUMA nodes; network interfaces.
     """
 
     node: str

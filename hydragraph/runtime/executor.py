@@ -375,7 +375,7 @@ class Executor:
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
         if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
-            # The loss depends on earlier blocks only through a tied weight.
+            # Zero, because the loss depends on earlier blocks only through a tied weight.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
@@ -617,7 +617,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return parts [2, 3] that sum exactly over ranks to the loss and the scaled squared norm, and the scale.
+        """Return (parts [2, 3], scale): the exact sums of parts over ranks are the loss and the scaled squared norm.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.
@@ -646,7 +646,7 @@ class Executor:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a tensor with the strides of a received tensor, because kernels choose the order of sums by strides."""
+    """Return a value with the strides that receiving gives it, because kernels choose the order of sums by strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
@@ -661,5 +661,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the tag of the message of an activation or its gradient, which is equal on both ends."""
+    """Return the message tag of an activation or its gradient; both ends use the same tag."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

@@ -29,9 +29,9 @@ class RankTimes:
 
     Attributes:
         seconds: time from the rank's first instruction to the commit, when no work is pending.
-        own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks.
-        ran, queued: seconds of `own`, or of a probe if no block ran, in which the thread ran, and in which it waited
-            for its core; 0 if unknown.
+        own: seconds that blocks took, by template in the order of `Program.kinds`, without waits for other ranks.
+        ran, queued: seconds of `own` (or of a probe, if no block ran) that the thread ran, and that it waited for its
+            core; 0 if unknown.
         probe: products per second in a probe (`runtime.speed_probe`), or 0.
     """
 
@@ -104,7 +104,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message of a stream; with `more`, a second message forwards the value."""
+        """Time a wait for a message with a value; with `more`, another message must still forward the value."""
         began = self._clock.now()
         yield
         ended = self._clock.now()

@@ -19,7 +19,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # no larger messages are sent after a message that takes longer
+LONGEST_S = 0.1  # after a message that takes longer than this, no larger ones are sent
 REPEATS = 3
 ROUNDS = 8  # maximum partners of each node
 
@@ -74,7 +74,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs, in which each pair occurs once; if players are odd, one rests in each round."""
+    """Return rounds of disjoint pairs; each pair meets once. An odd number of players leaves one out of each round."""
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -172,7 +172,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
 
 
 def link_of(messages: Messages) -> Interconnect:
-    """Return a link with the smallest message's time as latency, and the largest's bandwidth.
+    """Return a link with the latency of the smallest message and the bandwidth of the largest.
 
     A fit over all sizes would overestimate the bandwidth, because buffers make short messages faster.
     """

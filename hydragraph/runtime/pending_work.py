@@ -17,7 +17,7 @@ class Finish:
     """Function that ends an exchange; called once, on the stream that started the exchange.
 
     Attributes:
-        then: starts a second exchange with the result of the first, which completes the value.
+        then: starts a second exchange, which completes the value, with the result of the first.
     """
 
     result: Callable[[], Tensor]
@@ -35,7 +35,7 @@ class Finish:
 
 
 class Pending:
-    """Value in flight, whose exchange ends on one stream and which another stream then waits for.
+    """Value in flight: its exchange ends on one stream, and another stream then waits for it.
 
     Args:
         at_once: if waits are queued, end the exchange right after its start. Pass False if the end would delay later

@@ -39,7 +39,7 @@ PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 @dataclass(frozen=True)
 class CurveFit:
-    """Constants of T = sum of a l^2 + b l over a micro-batch's sequences, plus c.
+    """Constants of T = c + sum of (a l^2 + b l) over the lengths l of a micro-batch's sequences.
 
     Attributes:
         a, b, c: constants in s / token^2, s / token and s; a constant is 0 if the measurements do not show it.
@@ -80,8 +80,8 @@ class CurveFit:
         if self.near or self.quadratic >= 2 * self.residual:
             return None
         return (
-            f"the quadratic part is {self.quadratic:.1%} of the longest micro-batch and the residual "
-            f"{self.residual:.1%}: a is uncertain, measure longer sequences"
+            f"the quadratic part takes {self.quadratic:.1%} of the longest micro-batch's time, with a residual of "
+            f"{self.residual:.1%}: a is uncertain; measure longer sequences"
         )
 
 
@@ -295,7 +295,7 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     if link is None:
         return [*notes, "the times of messages do not grow with their bytes: no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:
-        notes.append(f"messages differ from latency + bytes / bandwidth by {link.residual:.0%}: see their times")
+        notes.append(f"message times differ from latency + bytes / bandwidth by {link.residual:.0%}: see these times")
     return notes
 
 
@@ -308,13 +308,15 @@ def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] =
 def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
     measured = np.asarray(seconds, dtype=np.float64)
     if len(measured) < least or not bool((measured > 0).all()):
-        raise ValueError(f"{len(measured)} measurements for {least} constants: give one per constant, each above 0 s")
+        raise ValueError(
+            f"{len(measured)} measurements for {least} constants: give at least one per constant, each above 0 s"
+        )
     return measured
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimize weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
-    from scipy.optimize import nnls  # imported late, because most ranks do not fit
+    from scipy.optimize import nnls  # imported late, because most ranks fit nothing
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

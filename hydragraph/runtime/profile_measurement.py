@@ -81,7 +81,7 @@ class MeasureSettings:
     """Settings of a measurement.
 
     Attributes:
-        schemes: enough ranks for one stage of each scheme suffice.
+        schemes: schemes to measure; each needs only the ranks of one stage.
         repeats: number of repetitions of every measurement after a warm-up; for templates, the maximum number.
         points: number of token counts from longest / 64 to longest.
     """
@@ -128,7 +128,7 @@ class DevicePlace:
 
 
 def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks in one place, in rank order, without remaining ranks."""
+    """Return groups of `tp` ranks in one place, in rank order; remaining ranks are left out."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -422,7 +422,7 @@ class _Bench:
         return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
     def _chain(self, block: Block) -> list[_Run]:
-        """Return runs of blocks with this template and their own weights: as many as the model has, up to `CHAIN`."""
+        """Return runs of different blocks with this template: as many as the model has, but at most `CHAIN`."""
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 

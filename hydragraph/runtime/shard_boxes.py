@@ -33,7 +33,7 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's 1-D canonical elements of a parameter as boxes of the parameter's natural shape.
 
     Args:
-        once: whether to skip elements that count on another owner.
+        once: whether to skip elements that another owner counts.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule

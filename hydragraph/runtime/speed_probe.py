@@ -18,7 +18,7 @@ from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
 MOST_S = 0.25  # maximum duration of a probe
-STOP_S = 0.01  # minimum product time that shows a stop
+STOP_S = 0.01  # a product that takes at least this long shows a stop
 
 
 @dataclass(frozen=True)

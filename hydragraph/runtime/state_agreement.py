@@ -40,7 +40,7 @@ class StateProgress:
 
     Attributes:
         norm: norm of the gradients of the last update, before clipping.
-        gathered: whether all gradients of the next update are at home.
+        gathered: whether home owners have all gradients of the next update.
     """
 
     updates: int = 0
@@ -86,7 +86,7 @@ class Standing:
 
     Attributes:
         arrived: complete state of a move to which the rank has not switched yet.
-        called: numbers of the rank since `held`, in worlds that did not complete a move.
+        called: numbers that the rank has had since `held`, in worlds that did not complete a move.
     """
 
     held: HeldState
@@ -138,7 +138,7 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
         if old is None:
             continue
         if standing is None:
-            raise ValueError(f"move: before says that rank {new} was rank {old}, but it is new: give None for it")
+            raise ValueError(f"move: before says that rank {new} was rank {old}, but rank {new} is new: give None")
         numbers = {standing.held.place.rank, *standing.called}
         if old not in numbers:
             raise ValueError(

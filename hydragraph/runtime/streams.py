@@ -21,7 +21,7 @@ Reading = Any  # value of a clock
 
 
 class Clock(Protocol):
-    """Clock that reads the time when the current queue reaches a point."""
+    """Clock that measures when the current queue reaches a point."""
 
     def now(self) -> Reading:
         """Return a reading for `seconds`."""
