@@ -102,9 +102,8 @@ def _print(found: RunComparison, corrections: Path) -> None:
 
 def _kinds(found: RunComparison) -> Table:
     headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
-    table = new_table(
-        f"time of {len(found.steps)} steps by kind, for all ranks and for each rank", headings, left=("kind",)
-    )
+    title = f"total time by kind over {len(found.steps)} steps, for all ranks together and for each rank"
+    table = new_table(title, headings, left=("kind",))
     for together in found.kinds:
         rows = [row for row in found.rows if row.kind is together.kind]
         if together.measured or together.predicted:

@@ -144,7 +144,8 @@ class PlanOptions(EqualOptions, UnevenOptions):
         ),
     ] = None
     lengths: Annotated[
-        Path | None, typer.Option(help="Tokens of each sequence, one number per line; or a run's tokens.bin.")
+        Path | None,
+        typer.Option(help="File with the length of each sequence, one per line; or a run's tokens.bin."),
     ] = None
     context: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of a sequence; longer ones are truncated.")

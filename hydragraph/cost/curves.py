@@ -42,7 +42,7 @@ class Constants:
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
-        near: s / query-key pair of attention that is limited by a window or chunks.
+        near: s per half query-key pair (`cost.reach`) of attention that is limited by a window or chunks.
     """
 
     a: float

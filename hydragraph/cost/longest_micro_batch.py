@@ -74,7 +74,7 @@ class LongestMicroBatch:
             if most is None or not peak.holds(most, left):
                 fitting_tokens = peak.most(left)
                 most = fitting_tokens if most is None else min(most, fitting_tokens)
-        assert most is not None, "a pipeline has stages, and a stage ranks"
+        assert most is not None, "every pipeline has a stage, and every stage has a rank"
         return most
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:

@@ -165,7 +165,7 @@ def compile(
         device: device of this rank; by default a GPU if available.
         loss: function of the model's outputs and the packed batch that returns the loss summed over targets.
         check: see `hydragraph.capture`, as for example and blocks; also covers a strategy before its first step.
-        profile: result of `hydragraph profile`, or costs for devices that differ; None uses rough costs.
+        profile: result of `hydragraph profile`, or `Costs` for devices that differ; None uses rough or measured costs.
         lengths: sequence lengths of sample mini-batches.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.

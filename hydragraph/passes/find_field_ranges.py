@@ -59,7 +59,7 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
         }
         known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
         limits.update(_lookups(template.graph, known_inputs, block, program, {}))
-    # Rotary embeddings have no table, so the config limits positions.
+    # Rotary embeddings index no table, so the maximum position is taken from the config.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions

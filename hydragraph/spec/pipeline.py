@@ -49,7 +49,7 @@ class Stage:
             if self.devices.count(device) > 1:
                 raise ValueError(f"devices has {device} more than once: list each device once")
         if not is_whole(self.layers) or self.layers < 1:
-            raise ValueError(f"layers is {self.layers!r}: give a whole number from 1, or remove the stage")
+            raise ValueError(f"layers is {self.layers!r}: give a whole number of at least 1, or remove the stage")
         for name in ("sequence_parallel", "offload", "sums_in_pieces"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")

@@ -153,8 +153,8 @@ def write_spans(run: Run) -> None:
     if run.watcher is not None:
         write_events(per_rank, run.folder.trace, run.traced)
         run.watcher.note(
-            f"{run.folder.trace} has the times of all instructions: open it at https://ui.perfetto.dev, or compare it "
-            "with the cost model with hydragraph compare"
+            f"{run.folder.trace} has the times of all instructions: open it at https://ui.perfetto.dev, or run "
+            "hydragraph compare to compare it with the cost model"
         )
 
 

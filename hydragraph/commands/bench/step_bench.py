@@ -218,7 +218,7 @@ def _report(
         f"medians of {settings.rounds} rounds in which all sides run in turn. tokens/s does not count padding.",
         _precision(settings),
         f"Without computation, a pull takes {linked[0] * 1e3:.3g} ms and a push {linked[1] * 1e3:.3g} ms, "
-        f"{share:.2f} % of a step.",
+        f"together {share:.2f} % of a step.",
         "torch.compile compiles every layer and the loss, not the model as one graph."
         if settings.compiled
         else "torch.compile was not measured: pass --compiled to measure it.",
