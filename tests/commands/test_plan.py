@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import hydragraph as hg
 from hydragraph import cli
-from hydragraph.commands.plan_costs import compile_graphs
+from hydragraph.commands import plan_costs
+from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends
+from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.data.tokenizer import train_bpe
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import read_strategies
 from hydragraph.train.model import skeleton
@@ -131,6 +137,32 @@ def test_kinds_of_stages_that_there_was_no_time_to_compile_are_left_out() -> Non
     left = compile_graphs(costs, -1.0)
     assert {kind.tp for name in costs.cluster.types for kind in left.profile.of(name).pieces} == {1, 4}
     assert hg.plan(left, hg.Workload(sequences=8, length=64)).seconds > 0
+
+
+def test_another_process_compiles_graphs_from_the_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = priced.costs(LAYERS, priced.mixed())
+    kinds: dict[bool, list[StageKind]] = {False: [], True: []}
+    for backwards, seen in kinds.items():
+        monkeypatch.setattr(type(costs.blocks), "adds", lambda _, block, part, seen=seen: seen.append(part.kind))
+        compile_graphs(costs, None, backwards)
+    assert len(set(kinds[False])) > 1
+    assert kinds[True] == kinds[False][::-1]
+
+
+def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def start(_: str, **options: Any) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **options))
+        return begun[0]
+
+    monkeypatch.setattr(plan_costs, "start_module", start)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    values: dict[str, Any] = {each.name: None for each in fields(PlanOptions)}
+    asked = PlanOptions(**values | {"model": tmp_path / "run.yaml"})
+    with pytest.raises(RuntimeError, match="a mistake"), compiled_from_both_ends(asked):
+        raise RuntimeError("a mistake")
+    assert begun[0].poll() is not None
 
 
 SOME = ("--sequences", "8", "--length", "64")
