@@ -19,6 +19,7 @@ from tests.cluster.test_communicators import TIMEOUT
 def of_the_user(backend: str) -> tuple[list[int], str, bool]:
     """Adopt a default group whose backend moves CUDA tensors only, or that is bound to a device."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # destroying the group closes connections that the other rank may still be making
     dist.destroy_process_group()
     if backend == "gpu-only":
         dist.Backend.register_backend(backend, dist.ProcessGroupGloo, devices=["cuda"])
