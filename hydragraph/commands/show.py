@@ -38,7 +38,9 @@ class ShowOptions(CommonOptions):
     strategies: Annotated[
         list[str] | None,
         typer.Option(
-            "--strategy", help="Strategy to show: a text, a YAML file, or its number in a folder. Default: all."
+            "--strategy",
+            help="Strategy to show. For a config: its text, such as '<tp2,pp1>', or a YAML file. For a folder: its "
+            "number or text; default: all.",
         ),
     ] = None
     micro_batches: MicroBatches = "2"

@@ -115,8 +115,9 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
     """Free every message after it has certainly been sent, so that the wait delays no rank; free the rest at the end.
 
-    gloo reports completed sends only to a rank that waits, so the program schedules each wait:
-    - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}, which the next stage computes from h{k}.{m}.
+    A rank learns that a gloo send has completed only by waiting for it, so the program places each wait where the send
+    must already have completed:
+    - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}. The next stage computes d{k}.{m} from h{k}.{m}.
     - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline: by then, the previous stage has run
       the backward of m. With interleaved stages, it precedes the send of d{k}.{m + n}, where n is the size of a set
       (`ir.schedules.clock`).

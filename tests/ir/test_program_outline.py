@@ -42,7 +42,7 @@ def test_stages_take_the_ends_with_the_first_and_the_last_layer() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"blocks": ("embed",)}, "give a first and a last block"),
+        ({"blocks": ("embed",)}, "name at least two blocks"),
         ({"blocks": ("embed", "aux", "head")}, "the name is taken"),
         ({"blocks": ("embed", "layer 0", "head")}, r"'layer 0': use letters"),
         ({"blocks": ("embed", "embed", "head")}, "occurs more than once"),

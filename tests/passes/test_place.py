@@ -97,7 +97,7 @@ def test_layers_must_fit_the_model():
 @pytest.mark.parametrize(
     ("blocks", "buckets", "message"),
     [
-        (("embed",), (), "give a first and a last block"),
+        (("embed",), (), "name at least two blocks"),
         (("aux", "head"), (), "rename the block"),
         (("embed", "embed"), (), "more than once"),
         (("embed", "the head"), (), "'the head'"),

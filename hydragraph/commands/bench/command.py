@@ -113,9 +113,9 @@ class BenchLinkOptions(BenchOptions):
     """Options of `hydragraph bench link`."""
 
     source: Annotated[
-        str, typer.Option("--from", help="The strategy to switch from: a text, a YAML file, or home.")
+        str, typer.Option("--from", help="The strategy to switch from: its text, a YAML file, or home.")
     ] = "home"
-    target: Annotated[str, typer.Option("--to", help="The strategy to switch to: a text, a YAML file, or home.")] = (
+    target: Annotated[str, typer.Option("--to", help="The strategy to switch to: its text, a YAML file, or home.")] = (
         "<tp2,pp1>"
     )
     model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or the YAML file of a run with the model.")] = "7b"
