@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,12 @@ def test_zeros_are_zeros_that_can_be_written(rows: int) -> None:
 
 @pytest.mark.skipif(scratch_pages._glibc() is None, reason="no glibc")
 def test_freed_memory_is_used_again_within_and_given_back_afterwards() -> None:
+    # In a process of its own, whose heap other tests have not fragmented.
+    code = f"from {__name__} import use_twice; use_twice()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def use_twice() -> None:
     before = _faults()
     with scratch_pages.reused():
         torch.ones(2 * LARGE, dtype=torch.uint8)
