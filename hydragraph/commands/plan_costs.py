@@ -14,6 +14,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,15 +43,15 @@ def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
     if asked.model is None or (os.cpu_count() or 1) < 2:
         yield
         return
-    helper = start_module(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert helper.stdin is not None
-    with suppress(BrokenPipeError), helper.stdin as pipe:  # without the helper, this process compiles all graphs
-        pipe.write(pickle.dumps(asked))
-    try:
-        yield
-    finally:
-        helper.kill()
-        helper.wait()
+    nowhere = subprocess.DEVNULL
+    with start_module(__name__, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, bufsize=0) as helper:
+        assert helper.stdin is not None
+        with suppress(BrokenPipeError):  # without the helper, this process compiles all graphs
+            helper.stdin.write(pickle.dumps(asked))
+        try:
+            yield
+        finally:
+            helper.kill()
 
 
 def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
@@ -164,8 +165,14 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
     return Profile.merge(profiles)
 
 
+def _end_with_command() -> None:
+    sys.stdin.buffer.read()  # until the command closes the pipe or is killed
+    os._exit(1)
+
+
 def _compile_backwards() -> None:
     asked = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_command, daemon=True).start()
     config = TrainConfig.load(asked.model)
     costs, _ = costs_of_plan(asked, Cluster.load(asked.cluster), config, lambda _: None)
     compile_graphs(costs, None, backwards=True)

@@ -165,6 +165,16 @@ def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch
     assert begun[0].poll() is not None
 
 
+def test_the_other_process_ends_if_the_command_is_killed() -> None:
+    code = "from hydragraph.commands import plan_costs; plan_costs._end_with_command()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(1)
+    assert other.stdin is not None
+    other.stdin.close()  # as the system does when a process is killed
+    assert other.wait(60) == 1
+
+
 SOME = ("--sequences", "8", "--length", "64")
 TYPES = ("--profile", "fast.json", "--profile", "slow.json")
 
