@@ -1,17 +1,19 @@
 """Joint forward and backward graph of a sharded template, traced once for all degrees if this is proven valid.
 
 Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
-("shares") that are multiples of one large prime P. Replacing P by 1 / degree in the trace yields each degree's graph.
-For example, 32 heads are 32 P in the trace, and 16 heads for degree 2.
+("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
+example, 32 heads are 32 P in the trace, and 16 heads for degree 2. Under sequence parallelism, the degree itself also
+appears, because all ranks' tokens are degree times a rank's tokens. In the trace, the degree is a second prime Q.
 
-The model's own numbers are less than P, so they remain distinguishable from shares after sums and products (Kronecker's
-substitution). A degree gets its own trace if it is uncertain whether a number is a share, if the degree does not divide
-a share, if a share becomes 1 (PyTorch specializes on 1), or under sequence parallelism.
+The model's own numbers are less than Q and P, so they remain distinguishable from multiples of the primes after sums
+and products (Kronecker's substitution). A degree gets its own trace if it is uncertain whether a number is a multiple,
+if the degree does not divide a share, or if a share becomes 1, because PyTorch specializes on 1.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import re
@@ -35,11 +37,12 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 _LOG = logging.getLogger(__name__)
 
-SHARE = 268_435_399  # the prime P: models' numbers are smaller, and P times the elements of a weight fits in 64 bits
+# Models' numbers are smaller than these primes, and P times the elements of a weight fits in 64 bits.
+SHARE = 268_435_399  # P
+RANKS = 134_217_689  # Q
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # bounds of an unlimited slice
 _KEPT = 16  # cached traces
 _traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # encoded, because later passes may change a trace's sizes
-_WIDE = StagePart(StageKind(2))  # any degree above 1 gives the same trace
 
 
 class _NotProvenError(Exception):
@@ -62,10 +65,10 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
     """
     proven = f"{spec.where}, with its gradient"
     outputs = len(results_of(sharded.graph))
-    if spec.part.tp > 1 and not spec.part.sequence_parallel:
+    if spec.part.tp > 1:
         local = tuple((name, replace(parameter, name=name)) for name, parameter in spec.parameters.items())
-        template = spec.template
-        wide = _wide_trace(template, template.content, local, spec.dtype, spec.learning, spec.fused_head)
+        template, part = spec.template, wide_part(spec.part.sequence_parallel)
+        wide = _wide_trace(template, template.content, local, part, spec.dtype, spec.learning, spec.fused_head)
         if wide is not None:
             try:
                 joint, values = _at(wide, sharded, spec.part.tp)
@@ -93,6 +96,11 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
     return (*made[0], outputs)
 
 
+def wide_part(sequence_parallel: bool) -> StagePart:
+    """Return the part whose trace holds for all degrees; without sequence parallelism, any degree gives this trace."""
+    return StagePart(StageKind(RANKS, True) if sequence_parallel else StageKind(2))
+
+
 def _plain(spec: VariantSpec) -> VariantSpec:
     """Return the spec without recomputation and sums in pieces, which do not change the joint graph."""
     kind = StageKind(spec.part.tp, spec.part.sequence_parallel)
@@ -117,14 +125,15 @@ def _wide_trace(
     template: Template,
     content: object,
     parameters: tuple[tuple[str, Parameter], ...],
+    part: StagePart,
     dtype: torch.dtype,
     learning: frozenset[str],
     fused_head: bool,
 ) -> _WideTrace | None:
     wide = {name: _widened(parameter) for name, parameter in parameters}
-    spec = VariantSpec(template, wide, _WIDE, dtype, learning, fused_head=fused_head)
+    spec = VariantSpec(template, wide, part, dtype, learning, fused_head=fused_head)
     try:
-        sharded = shard(template, wide, _WIDE, fused_head)
+        sharded = shard(template, wide, part, fused_head)
         joint, values = _traced(spec, sharded)
         if assumptions(values):  # encoded graphs do not include assumptions
             return None
@@ -150,7 +159,8 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphMo
         if narrowed[1:5] != node[1:5]:
             raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the trace for all degrees")
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
-    return _decoded({"graphs": [nodes], "hints": wide.joint["hints"]})
+    hints = [_share(hint, tp) for hint in wide.joint["hints"]]
+    return _decoded({"graphs": [nodes], "hints": hints})
 
 
 def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
@@ -191,24 +201,29 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
 
 
 def _share(number: int, tp: int) -> int:
-    if abs(number) < SHARE or number in _UNBOUNDED:
+    if abs(number) < RANKS or number in _UNBOUNDED:
         return number
+    degrees = 1
+    while number % RANKS == 0:
+        number, degrees = number // RANKS, degrees * tp
+    if abs(number) < SHARE:
+        return number * degrees
     times, rest = divmod(number, SHARE)
     if rest or abs(times) >= SHARE or times % tp:
         raise _NotProvenError(f"{number} is not a share of {tp} ranks")
     if abs(times) == tp:
         raise _NotProvenError(f"a share of {times} units becomes one unit, on which PyTorch specializes")
-    return times // tp
+    return times // tp * degrees
 
 
 def _no_share(number: float) -> float:
-    """Return the number; raise _NotProvenError if it may be a multiple of P, or a multiple's inverse or root."""
+    """Return the number; raise _NotProvenError if it may be a multiple of a prime, or a multiple's inverse or root."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
-    for candidate in candidates:
-        times = candidate / SHARE
-        if 0.5 < times < SHARE and math.isclose(times, round(times), rel_tol=1e-12):
-            raise _NotProvenError(f"{number} may have been computed from a share")
+    for candidate, prime in itertools.product(candidates, (SHARE, RANKS)):
+        times = candidate / prime
+        if 0.5 < times < prime and math.isclose(times, round(times), rel_tol=1e-12):
+            raise _NotProvenError(f"{number} may have been computed from a share or a degree")
     return number
 
 

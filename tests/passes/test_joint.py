@@ -29,7 +29,7 @@ from hydragraph.ir.graph_data import encode, value_of
 from hydragraph.ir.program import Program
 from hydragraph.passes import joint
 from hydragraph.passes.graph_passes import make_variant
-from hydragraph.passes.joint import SHARE
+from hydragraph.passes.joint import RANKS, SHARE
 from hydragraph.passes.recently_used import LRU
 from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
@@ -61,7 +61,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     traced = joint._traced
 
     def counted(spec: VariantSpec, sharded: Any) -> Any:
-        found.append(0 if spec.part is joint._WIDE else spec.part.tp)
+        wide = any(isinstance(parameter.rule, joint._WideRule) for parameter in spec.parameters.values())
+        found.append(0 if wide else spec.part.tp)
         return traced(spec, sharded)
 
     monkeypatch.setattr(joint, "_traced", counted)
@@ -83,13 +84,20 @@ def said(spec: VariantSpec) -> tuple[Any, ...]:
 
 
 @thorough
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", first(["llama"], MODELS))
-def test_derived_graphs_equal_traced_ones(name: str, traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derived_graphs_equal_traced_ones(
+    name: str, sequence_parallel: bool, traces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = capture(MODELS[name]())
-    part, again = StagePart(StageKind(2), 1), StagePart(StageKind(2, recompute=True), 0)
-    chosen = [*specs(program, part), specs(program, again)[1], specs(program, part, fused=True)[-1]]
+    kind = StageKind(2, sequence_parallel)
+    part, again = StagePart(kind, 1), StagePart(kind._replace(recompute=True), 0)
+    chosen = [*specs(program, part), specs(program, again)[1]]
+    if not sequence_parallel:
+        chosen.append(specs(program, part, fused=True)[-1])
     derived = list(map(said, chosen))
-    assert traces == [0] * 4  # embed, the layer once for both, the head, and the head with its loss in one
+    # embed, the layer once for both, the head, and without sequence parallelism the head that includes the loss
+    assert traces == [0] * (3 if sequence_parallel else 4)
     monkeypatch.setattr(joint, "_wide_trace", lambda *_: None)
     assert derived == list(map(said, chosen))
 
@@ -98,7 +106,7 @@ LAYERS = {
     "one key/value head on a rank": (4, 2, 96, StageKind(2)),
     "a key/value head that ranks share": (4, 1, 96, StageKind(2)),
     "an uneven width": (4, 4, 99, StageKind(2)),
-    "tokens that are cut": (4, 4, 96, StageKind(2, sequence_parallel=True)),
+    "an uneven width and split tokens": (4, 4, 99, StageKind(2, sequence_parallel=True)),
 }
 
 
@@ -130,22 +138,25 @@ def test_stages_that_recompute_share_the_trace(
     kinds = [kind, kind._replace(recompute=True), kind._replace(recompute=0.5)]
     layers = [specs(program, StagePart(each))[1] for each in (*kinds, *kinds)]
     shared = list(map(said, layers))
-    assert traces == [kind.tp]
+    assert traces == [1 if kind.tp == 1 else 0]
     assert shared[:3] == shared[3:], "a variant leaves the trace as it is"
     for layer, expected in zip(layers, shared[:3], strict=False):
         monkeypatch.setattr(joint, "_traces", LRU(8))
         assert said(layer) == expected
 
 
-@given(st.integers(1, SHARE - 1), st.sampled_from([2, 3, 4, 8]))
+@given(st.integers(1, RANKS - 1), st.sampled_from([2, 3, 4, 8]))
 def test_shares_are_told_from_numbers(number: int, tp: int) -> None:
     assert joint._share(number, tp) == number
+    assert joint._share(number * RANKS, tp) == number * tp
+    assert joint._share(number * RANKS**2, tp) == number * tp**2
     assert joint._share(-number, tp) == -number
     if number % tp or number == tp:
         with pytest.raises(joint._NotProvenError):
             joint._share(number * SHARE, tp)
     else:
         assert joint._share(number * SHARE, tp) == number // tp
+        assert joint._share(number * SHARE * RANKS, tp) == number
     with pytest.raises(joint._NotProvenError):
         joint._share(number * SHARE + 1, tp)
 
