@@ -22,7 +22,7 @@ _LARGEST = 1 << 20  # maximum elements of a constant tensor that is compared by 
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation, or None if there is none; `hints` maps symbols to example sizes."""
+    """Return a digest of a block's computation, or None if it cannot be described; `hints`: size symbol -> example."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -54,7 +54,7 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Run the model around its opaque blocks twice; raise Unsupported if the runs differ."""
+    """Run the model twice within `opaque`, which replaces its blocks; raise Unsupported if the runs differ."""
     notes = []
     try:
         with meta_as_cpu(), opaque:
@@ -64,7 +64,7 @@ def refuse_state_around(
                 with noted:
                     result = module(batch)
                 notes.append(noted.all(result))
-    except Exception:  # the trace reports this error
+    except Exception:  # the trace that follows reports this error
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)
@@ -103,7 +103,7 @@ class _Notes(TorchDispatchMode):
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.unknown = False  # set for a tensor of unknown origin that has no values to compare
+        self.unknown = False  # set for a tensor of unknown origin whose values cannot be compared
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # references prevent the reuse of ids
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]

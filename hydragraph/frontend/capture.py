@@ -71,7 +71,7 @@ def capture(
     loss: Loss | None = None,
     blocks: str | None = None,
 ) -> Program:
-    """Trace a model once into blocks with pull, push and communicate placeholders.
+    """Trace a model once into a Program: blocks, with placeholders for the communication that a strategy chooses.
 
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
@@ -169,7 +169,7 @@ def check_model(model: object, call: str) -> None:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Model split into templates.
+    """Model split into templates; `aux` computes the inputs that blocks share.
 
     Attributes:
         feeds: block name -> indices of the `aux` outputs that the block takes besides the hidden state.
@@ -215,7 +215,7 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """Exported graph of the model around its blocks; `example` has the sizes "T" and "N+1"."""
+    """Exported graph of the model around its blocks; `example` has the example sizes "T" and "N+1"."""
 
     graph: fx.GraphModule
     signature: ExportGraphSignature
@@ -250,7 +250,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
     if previous is None:
-        raise Unsupported("the loss does not depend on the blocks", where=model, remedy="use the model's outputs")
+        raise Unsupported("the loss does not depend on the blocks", where=model, remedy="compute it from the outputs")
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
@@ -292,7 +292,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    """Return every block's template by name; `keys` maps a block's id to its structure without the layer index."""
+    """Return each block's template, by block name; `keys`: id of a block's module -> structure without layer index."""
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()

@@ -1,11 +1,11 @@
-"""Replacement of row selection by a mask with computation over all tokens.
+"""Rewriting of graphs that select rows with a mask, so that they compute all tokens instead.
 
 A model may select an expert's tokens with a mask:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-A captured graph cannot have a number of rows that depends on values, so `with_all_rows` computes all tokens:
+A captured graph cannot have a number of rows that depends on tensor values, so `with_all_rows` computes all tokens:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
@@ -42,7 +42,7 @@ _FLATTENED = VIEWS | aten_operators("squeeze squeeze.dim")
 
 
 class _Unchanged(Exception):  # noqa: N818
-    """A selection that cannot be rewritten."""
+    """Raised if a row selection cannot be rewritten."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Selection:
 
     Attributes:
         mask: the mask, permuted so that the token dimension is the first.
-        dims, sizes: dimensions and sizes of the original mask, in the order of `mask`.
+        dims, sizes: index in the original mask, and size, of each dimension of `mask`.
     """
 
     mask: fx.Node
@@ -60,7 +60,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph with its row selections replaced, or the graph itself if none can be replaced."""
+    """Return a graph with all row selections replaced, or the graph itself if it has none or one cannot be replaced."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()

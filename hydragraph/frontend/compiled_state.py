@@ -61,7 +61,7 @@ Now = Callable[[], Mapping[str, Any] | None]
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one owner at compilation.
+    """Attributes or variables of one owner, such as a module or function, at compilation.
 
     Attributes:
         now: returns the current values, or None if the owner no longer exists.

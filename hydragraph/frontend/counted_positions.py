@@ -22,7 +22,7 @@ _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.s
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace `arange` nodes that number the tokens of a row by position ids.
+    """Replace each `arange` that numbers the tokens of a packed row with the position ids.
 
     Args:
         given: node of the positions, [1, T] int64; None adds an input.

@@ -1,4 +1,4 @@
-"""Dropout in traced graphs, with random numbers from token keys instead of a generator.
+"""Dropout in traced graphs, with random numbers computed from a key per token instead of a generator.
 
 `number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
 `add_keys` adds the inputs that these calls read:
@@ -25,7 +25,7 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-_CALL = 11  # index of the argument for the call's number, in attention with dropout
+_CALL = 11  # index of the call's number among the arguments of attention with dropout
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 

@@ -114,10 +114,11 @@ def functional_graph(
     """Return an exported program's graph in functional form, and its signature.
 
     Args:
-        block: whether to replace row selection by computation over all tokens (`chosen_rows`).
+        block: whether the graph is a block's; if so, rewrite its row selections (`chosen_rows`).
 
     Raises:
-        Unsupported: the graph writes in place in an unsupported way, or draws random numbers.
+        Unsupported: the graph writes in place in an unsupported way, uses autocast, or draws random numbers
+            outside dropout.
     """
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)

@@ -44,7 +44,8 @@ def attention(
     """Compute attention within packed sequences for transformers, from [B, H, T, D] to [B, T, H, D].
 
     Raises:
-        Unsupported: packed attention cannot use the mask, a tensor option, or dropout with a window or other limit.
+        Unsupported: packed attention does not support the mask, a tensor option, or dropout together with a
+            window, chunks, capped scores or sinks.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -61,7 +62,7 @@ def attention(
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
-    # Pad heads of unequal sizes (DeepSeek's values) with zeros.
+    # Pad with zeros if heads of values and queries differ in size (DeepSeek).
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
@@ -140,7 +141,7 @@ def is_library_class(model: nn.Module) -> bool:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make the layers of a meta copy call `attention`, and fix their rotary frequencies."""
+    """Make the layers of a meta copy call `attention`, and hold their rotary frequencies constant."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -190,7 +191,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the padding id of a RoBERTa-like model, whose positions start after this id and skip padding, or None."""
+    """Return a RoBERTa-like model's padding id, or None; the model's positions start after this id and skip padding."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
@@ -218,7 +219,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
-    """Raise Unsupported for a layer whose token mixing contradicts the model's masks."""
+    """Raise Unsupported for a layer that contradicts the model's masks or bypasses the attention interface."""
     causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
     where = type(model).__name__
     for name, template in layers.items():

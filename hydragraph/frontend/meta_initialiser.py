@@ -18,7 +18,11 @@ _UNSET = -(2**31)  # an integer that no initialiser sets
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether a model is on the meta device; raise Unsupported for adapters, or if only some parameters are."""
+    """Return whether a model is on the meta device.
+
+    Raises:
+        Unsupported: only some parameters are on the meta device, or the model has adapters there.
+    """
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
         what = f"{len(without)} parameters are on the meta device, such as {without[0]}, but others are not"
@@ -35,7 +39,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     """Yield the initial parameters of a model on the meta device, by canonical name, in fp32 on the CPU.
 
     Args:
-        blocks: path of the repeated blocks, as in `capture`; their parameters follow the others.
+        blocks: path of the repeated blocks, as in `capture`; each gets a dict, after the dict of other parameters.
 
     Raises:
         Unsupported: the initialiser does not set a parameter.

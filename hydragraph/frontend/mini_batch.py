@@ -88,7 +88,7 @@ class AssignedBatch:
     """Mini-batch whose sequences are assigned to the pipelines of a strategy.
 
     Attributes:
-        batches: packed batches by pipeline and micro-batch; other ranks' pipelines have none.
+        batches: packed batches by pipeline and micro-batch; pipelines without this rank have none.
         padding: number of padding tokens in all pipelines.
     """
 

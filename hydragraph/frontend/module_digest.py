@@ -44,7 +44,7 @@ def read_by(model: nn.Module, loss: Any) -> str:
 
 
 def outline(module: nn.Module) -> str:
-    """Describe a block's submodules and plain attributes; blocks with equal texts usually return the same form."""
+    """Describe a block's submodules and plain attributes; equal texts usually mean outputs of equal form."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))

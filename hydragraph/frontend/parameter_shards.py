@@ -1,4 +1,4 @@
-"""Sharding rules on which all blocks with a parameter agree, and annotation of templates."""
+"""Sharding rules of parameters, the same in all blocks that use a parameter, and annotation of templates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hydragraph.passes.tensor_cut import Cuts
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
-    """Return the shardable dimensions in a template and its parameter placeholders; keep those in `whole` unsharded."""
+    """Return a template's shardable dimensions and parameter placeholders; placeholders in `whole` stay unsharded."""
     nodes = {n.name: n for n in placeholders_of(template.graph)}
     parameters = list(nodes.values())[: len(template.parameters)]
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return a template's placeholders that stand for an unsharded parameter in some block."""
+    """Return the names of a template's placeholders that stand for a parameter in `whole` in some block."""
     # FX lowercases names, so placeholders are matched by their order.
     placeholders = placeholders_of(template.graph)
     used_as = [block.parameters for block in blocks if block.template == template.name]

@@ -1,6 +1,6 @@
-"""Replacement of PyTorch's attention over a whole row by attention within packed sequences.
+"""Rewriting of PyTorch's attention over a whole row as attention within packed sequences.
 
-Later passes reject calls with a mask or dropout.
+Calls with a mask or dropout stay, and `token_mixing` rejects them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 
 @contextmanager
 def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | None = None) -> Iterator[None]:
-    """Make an equal model use a program's dropout masks while the model computes one sequence.
+    """Make a model use its captured program's dropout masks while it computes one sequence.
 
     Args:
         keys: dropout keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).

@@ -47,7 +47,7 @@ class BlockCall:
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
     form: str  # expected form of the output, from a similar block
-    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of this block's other inputs
+    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of this block's inputs in it
 
     def called(self) -> str:
         """Return a digest of the arguments; only the shapes and dtypes of tensors count."""
@@ -76,7 +76,7 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "its output has another form than that of an equal block with another index"
+            what = "its output differs in form from the output of an equal block with another index"
             raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same form")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 

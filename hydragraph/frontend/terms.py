@@ -7,8 +7,8 @@ The proof sorts values into four kinds:
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. A total may only be added or
-scaled. Rows that an index selects are left to the numeric check.
+Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Totals may only be scaled,
+or added to each other. Which rows an index selects is left to the numeric check.
 """
 
 from __future__ import annotations

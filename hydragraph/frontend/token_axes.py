@@ -41,7 +41,7 @@ MADE = aten_operators("""
     empty.memory_format scalar_tensor sym_size.int
 """)
 _LIKE = aten_operators("expand_as view_as reshape_as type_as")  # read only the sizes or dtype of the second operand
-# Operators that move dimensions; only one dimension has size T.
+# Operators that move dimensions; the token dimension remains known, because only it has size T.
 _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
     numpy_T

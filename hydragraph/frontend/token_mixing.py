@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for unpacked attention, options that act on a whole batch, and pairs or shifts of tokens.
+    """Raise Unsupported for unpacked attention, operator options over a whole batch, and pairs or shifts of tokens.
 
     Args:
         tokens: symbol of the token count, or None to allow pairs and shifts.
@@ -76,7 +76,7 @@ _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
 
 
 def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
-    """Raise Unsupported if attention uses other bounds than the batch's; `given` maps inputs to batch fields."""
+    """Raise Unsupported if attention does not use the batch's cu_seqlens; `given` maps inputs to batch fields."""
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
             what = "its attention uses sequence bounds other than the packed batch's"

@@ -155,7 +155,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle the division of row positions by a divisor of the number of rows per token."""
+        """Handle the floor division of row positions by a number that divides the number of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -165,7 +165,7 @@ class Routing:
         return True
 
     def _inverse(self, node: fx.Node) -> bool:
-        """Handle the inversion of a permutation by writing row numbers at its positions."""
+        """Handle the inversion of a permutation, which writes 0, 1, 2, ... at the permutation's entries."""
         index: Any
         if node.target is aten.index_put.default:
             _, indices, values = operands(node)[:3]

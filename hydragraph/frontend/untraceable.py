@@ -56,7 +56,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so its elements have the same memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In order of addresses, a tensor overlaps an earlier one only if it overlaps the one that ends last.
+    # In order of addresses, a tensor overlaps an earlier one only if it overlaps the earlier one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):

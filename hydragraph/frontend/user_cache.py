@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """Return the folder for one kind of file; the folder may not exist."""
+    """Return the folder for one kind of file; the folder need not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / kind
 

@@ -43,7 +43,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; all ranks must call this function, and all raise its error."""
+    """Check a captured program on one rank per host; all ranks must call this, and all raise the error of any host."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None

@@ -96,7 +96,7 @@ class Checked:
         blocks: number of compared blocks.
         layers: number of all blocks.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: names and limits of settings whose limit no sequence exceeded.
+        untouched: model settings (name, length limit) whose limit no checked sequence exceeded.
         problem: reason why no comparison was possible, or "".
         factor: ratio of the model's widths to those of the compared copy.
     """
@@ -186,7 +186,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts: fp64 rules out rounding errors, and random weights rule out an uninitialized model."""
+    """Yield attempts: fp64 makes rounding errors negligible; random weights are finite even if the model's are not."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)

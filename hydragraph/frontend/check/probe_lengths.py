@@ -17,9 +17,8 @@ from hydragraph.private.tracing import ancestors_of
 # Settings with a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# Maximum tokens of a sequence; approximate maximum operations of the model or of the graph.
-LONGEST = 512
-_WORK = 4e11
+LONGEST = 512  # maximum tokens of a sequence
+_WORK = 4e11  # approximate maximum operations on a sequence, of the model or of its graphs
 # Default lengths, which differ and are not powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)

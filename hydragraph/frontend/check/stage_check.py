@@ -49,7 +49,7 @@ _ANEW = "write the folder again with hydragraph compile, and find out why its fi
 
 
 class StageCheck:
-    """Checker of one program's graphs for strategies.
+    """Check of one program's graphs for the stages of strategies.
 
     Args:
         fused_head: whether one operator computes the head and the loss.
@@ -86,7 +86,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare blocks' graphs for all stage kinds with the unsharded blocks; raise Unsupported if they differ."""
+        """Compare blocks' graphs in a strategy's stages with unsharded blocks; raise Unsupported if they differ."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -124,7 +124,10 @@ class StageCheck:
             )
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield blocks to compare: all if there is a library, else without those that the model check covers."""
+        """Yield the blocks to compare, each with its kind of stage.
+
+        Without a library, omit the blocks that the check of the model covers.
+        """
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -284,7 +287,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of one name to the unsharded block's value."""
+        """Combine the ranks' values of one name into values that must equal the unsharded block's."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts

@@ -67,7 +67,7 @@ class Check:
 
     Attributes:
         model: result line of the comparison with the model, or "".
-        stages: descriptions of the stages' comparisons, by key.
+        stages: key of a passed `StageCheck` comparison -> description.
     """
 
     mode: str = "off"

@@ -1,6 +1,6 @@
 """Cache of captured programs, for library models with hydragraph's losses.
 
-The libraries' versions determine these programs, unless library code is patched (`library_code`).
+A model's record and the libraries' versions determine its program, unless library code is patched (`library_code`).
 """
 
 from __future__ import annotations
