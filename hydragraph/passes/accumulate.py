@@ -3,7 +3,7 @@
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-Fusing the addition saves two thirds of the memory traffic. `beta` is 0 for the first micro-batch, else 1.
+Fusing the addition saves two thirds of dW's memory traffic. `beta` is 0 for the first micro-batch, else 1.
 """
 
 from __future__ import annotations

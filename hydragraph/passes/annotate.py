@@ -55,7 +55,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # The push sums parameters' partial gradients, but part of a mixed parameter's gradient is already complete.
+        # The push sums parameters' partial gradients, but some users of a mixed parameter give complete gradients.
         whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}

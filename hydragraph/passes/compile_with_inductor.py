@@ -1,6 +1,6 @@
-"""Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that stay unchanged.
+"""Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that are not compiled.
 
-Collectives are not compiled. Operators that sum rows are not compiled if Inductor's version sums in thread-arrival
+Collectives stay uncompiled. Operators that sum rows stay uncompiled if Inductor's version sums in thread-arrival
 order, which is not deterministic. Runs of operators with too little to fuse, such as views and one matrix product, are
 not compiled either.
 """
@@ -52,7 +52,7 @@ UNORDERED = frozenset(
         *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
-# Operators not worth compiling: products run on cuBLAS or oneDNN in any case, and those in NO_WORK change no element.
+# Operators not worth compiling: products run on cuBLAS or oneDNN in any case, and NO_WORK operators change no element.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 

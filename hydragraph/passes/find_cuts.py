@@ -201,8 +201,8 @@ class _Walk:
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         """Return a value and its inputs up to a parameter, each with the index of the given dimension.
 
-        The list is empty unless pointwise operators, squeezes and row selections compute the value from a single
-        parameter that may be sharded, and no value on the way has another reader.
+        The value must come from one shardable parameter through pointwise operators, squeezes and row selections, and
+        no value on the way may have another reader. Otherwise, the list is empty.
         """
         chain = [(node, dim)]
         while len(node.users) == 1:
@@ -223,7 +223,7 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        # With LoRA, a layer's sharded result meets the whole result of the adapter's narrow product: ban the adapter.
+        # With LoRA, a layer's sharded result meets a narrow adapter product's whole result: leave the adapter whole.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:

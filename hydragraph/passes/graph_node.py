@@ -75,7 +75,10 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node multiplies rows by their experts' weights; rows are [experts, rows, in] or sorted."""
+    """Return whether a node multiplies rows by the weights of their experts.
+
+    The rows are [experts, rows, in], or sorted by expert.
+    """
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED

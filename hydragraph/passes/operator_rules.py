@@ -1,6 +1,6 @@
 """Propagation rules of operators: operands' cuts -> the result's cut, or None if the operator needs whole operands.
 
-`passes.find_cuts` has an example. Operators that PyTorch tags as pointwise need no rule.
+`passes.tensor_cut` defines cuts; `passes.find_cuts` has an example. Operators that PyTorch tags pointwise need no rule.
 """
 
 from __future__ import annotations

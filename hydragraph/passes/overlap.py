@@ -18,7 +18,7 @@ from hydragraph.passes.place import Placement
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls, pushes, the commit and, in training, the update; post receives early; set `after`.
+    """Add pulls, pushes, the commit and, in training, the update; post receives early; set each instruction's waits.
 
     Pulls come first, in block order; pushes of trainable buckets follow in reverse. Messages still in flight are freed
     before the commit.
@@ -54,7 +54,7 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 
 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
-    """Post a forward's receive before the preceding backward, so that the transfer overlaps with it.
+    """Post a forward's receive before the preceding backward, so that the transfer overlaps with the backward.
 
     Even a blocking receive is safe, because the previous stage runs its forward first. Backward receives are not moved,
     because two stages could then wait for each other.
@@ -113,10 +113,10 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free every message after it has certainly been sent, so that the wait delays no rank; free the rest at the end.
+    """Free messages where they have certainly been sent, so that the wait delays no rank; free the rest at the end.
 
     A rank learns that a gloo send has completed only by waiting for it, so the program places each wait where the send
-    must already have completed:
+    must already have completed (h{k}.{m} is the hidden state of micro-batch m after block k, d{k}.{m} its gradient):
     - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}. The next stage computes d{k}.{m} from h{k}.{m}.
     - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline: by then, the previous stage has run
       the backward of m. With interleaved stages, it precedes the send of d{k}.{m + n}, where n is the size of a set

@@ -85,7 +85,7 @@ class _Group:
 
 
 def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
-    # Layers and numbers ascend along every pipeline, unless an interleaved stage returns to earlier ranks.
+    # Row numbers ascend along every pipeline, unless an interleaved stage returns to earlier ranks.
     every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
     counts = []
@@ -176,7 +176,7 @@ def refuse_streams(strategy: Strategy) -> None:
             raise Unsupported(
                 f"{what} stages under schedule {strategy.schedule}, which splits backwards",
                 where=f"strategy {strategy}",
-                remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out {flags}",
+                remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out {flags} in the strategy text",
             )
 
 

@@ -1,6 +1,6 @@
 """Retain: keep every value until its last use and no longer.
 
-After `free d2.0`, the message d2.0>1 keeps the data in memory until the data is sent.
+Freeing d2.0 does not free the message d2.0>1 (d2.0 to rank 1), which keeps the data in memory until it is sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pass `scoring_head`: make the last block return the log-probability of each target instead of the loss.
 
-Positions without a target get 0. `runtime.sequence_sums` sums each sequence.
+Positions without a target get 0. `runtime.sequence_sums` adds up each sequence's log-probabilities.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.d
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
-    """Return a program whose last block returns log-probabilities [1, T, 1], with entropies [1, T, 2].
+    """Return a program whose last block returns log-probabilities, [1, T, 1], or also entropies, [1, T, 2].
 
     Raises:
         Unsupported: the loss does not compute exactly one cross-entropy with the batch's labels.

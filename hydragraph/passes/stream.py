@@ -1,6 +1,6 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has computed them.
 
-A streaming stage pulls a bucket one block before every block that uses the bucket; consecutive blocks share a pull.
+A streaming stage pulls a bucket one block before each block that uses it; consecutive blocks that use it share a pull.
 
 Every rank enters every exchange, so all ranks need one common order of exchanges. A model of the iteration, in which
 all pipelines take equally long, assigns a time to every computation. A pull has the time of the computation before the

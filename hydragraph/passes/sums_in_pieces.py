@@ -52,7 +52,10 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """Return the products [T, N] whose sum is this value or its view [T, N]; None for other values or readers."""
+    """Return the products [T, N] whose sum is this value or its view [T, N].
+
+    Return None if the value is not such a sum, or if it or a summand has several readers.
+    """
     if len(node.users) > 1:
         return None
     if node.target is aten.mm.default:

@@ -87,7 +87,7 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Require units of at least `unit` elements of the value's lead in all origins."""
+        """Raise the units of all origins to at least `unit`, in elements of the value's lead."""
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit

@@ -1,4 +1,4 @@
-"""Layouts of buckets: the home owners of each element, and the ranks that use the element in computations."""
+"""Layouts of buckets: the ranks that own each element (its home), and the ranks that compute with the element."""
 
 from __future__ import annotations
 
