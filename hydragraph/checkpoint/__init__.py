@@ -1,1 +1,1 @@
-"""Checkpoints of a run, whole or in pieces; `weights/` reads and writes pretrained models."""
+"""Checkpoints of a run, in one directory or in pieces in several places; `weights/`: pretrained models."""

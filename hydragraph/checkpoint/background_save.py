@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
-Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). A normal
-exit waits for the thread, because it is not a daemon.
+Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam). A Python
+process that exits normally waits for the thread, which is not a daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Saver:
-    """Background saves of one rank; all ranks call its methods in the same order."""
+    """Saves checkpoints of one rank in the background; all ranks call the methods in the same order."""
 
     _world: World
     _timeout: timedelta
@@ -52,7 +52,7 @@ class Saver:
         """Wait for an earlier save, copy the state and start writing; arguments are as for `save_and_load.save`."""
         self.wait()
         if self._groups is None:
-            world = replace(self._world, backend="gloo")  # only for objects and file names
+            world = replace(self._world, backend="gloo")  # only Python objects are sent
             self._groups = Groups(world, self._timeout, watch=self._world.watch)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         try:

@@ -1,4 +1,4 @@
-"""Planners that tell torch.distributed.checkpoint (DCP) which boxes of tensors this rank has."""
+"""Planners that tell torch.distributed.checkpoint (DCP) which boxes (rectangular parts) of tensors this rank owns."""
 
 from __future__ import annotations
 

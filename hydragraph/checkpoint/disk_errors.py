@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes to write; a disk that counts as full has less space
+_PROBE = 4 << 20  # bytes that `refusal` writes; a disk with less space counts as full
 
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Convert errors of writing files in this context to an OSError with the cause and path.
+    """Convert errors from writing files in this block to an OSError with the cause and the path `shown`.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # as on a full disk
+        if error.errno is not None and error.filename is None:  # a full disk's error has no file name
             error.filename = str(shown)
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The non-tensor entry of a checkpoint: `extra` and the optimizer's unsharded state."""
+"""The non-tensor entry of a checkpoint: the caller's `extra` data and the optimizer's unsharded state."""
 
 from __future__ import annotations
 

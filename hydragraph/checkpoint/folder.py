@@ -44,9 +44,9 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
-    """Delete leftovers of crashed saves, and complete checkpoints except step `spared` and the newest `keep`.
+    """Delete leftovers of crashed saves, and all complete checkpoints except the `keep` newest and step `spared`.
 
-    Only one rank may call this, while no rank uses the directory.
+    Only one rank may call this, while no other rank uses the directory.
     """
     if keep < 1:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")

@@ -13,7 +13,7 @@ from hydragraph.cluster.communicators import Groups
 
 FORMAT = 1
 MARKER = "complete.json"
-METADATA = ".metadata"  # DCP's index of all entries
+METADATA = ".metadata"  # index of all entries, by torch.distributed.checkpoint (DCP)
 
 
 class Damaged(ValueError):  # noqa: N818
@@ -79,7 +79,10 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files, divided among the ranks `sharing` this copy; raise Damaged on all ranks if a file is damaged."""
+    """Check the hashes of all files; raise Damaged on all ranks if a file is damaged.
+
+    The ranks that read the same copy of the checkpoint (`sharing`) divide its files among them.
+    """
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -23,7 +23,7 @@ class Plain:
 
     Attributes:
         groups: parameter names by group.
-        scalars: parameter -> state -> value; on each rank, for the parameters of which it owns elements.
+        scalars: parameter -> state -> value; a rank has only the parameters of which it owns elements.
     """
 
     groups: list[list[str]]

@@ -1,7 +1,7 @@
-"""Recovery from a checkpoint in pieces, each read from the nearest place.
+"""Recovery from a checkpoint in pieces; each piece is read from the nearest place that has it.
 
-Threads read the pieces that only their own rank needs. Meanwhile, ranks exchange shared pieces in windows of bounded
-size.
+Threads read the pieces that only their own rank needs. Meanwhile, ranks send each other the remaining pieces in
+windows of bounded size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # windows read ahead of their exchange
+_AHEAD = 3  # number of windows that are read before they are exchanged
 _READERS = 4
 
 
@@ -38,7 +38,7 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        read: number of bytes read, by tier.
+        read: number of bytes read, by tier (memory, disk or store).
         received: number of bytes received from other ranks.
     """
 
@@ -64,7 +64,7 @@ def recover(
         least: earliest step to accept; all ranks return None if no complete checkpoint is as recent.
 
     Raises:
-        ValueError: on all ranks, if `least` is None: no checkpoint is complete; the error describes the newest.
+        ValueError: on all ranks: no checkpoint is complete, and `least` is None; the text is about the newest one.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
@@ -89,7 +89,7 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
     nodes, there = _survey(pieces, groups)
     if not there and least is None:
         raise ValueError(
-            f"{_WHAT}: no remaining place holds any piece: write some with Executable.keep, or load a checkpoint"
+            f"{_WHAT}: no memory, disk or store holds a piece: write pieces with Executable.keep, or load a checkpoint"
         )
     refusals = []
     for kept in sorted(there, reverse=True):
@@ -191,7 +191,7 @@ class _PieceReader:
             self.fill(fetch, self.read(fetch))
 
     def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
-        """Yield (parameter, lo, hi, column, dtype) of a fetch, in the order of sending."""
+        """Yield (parameter, lo, hi, column, dtype) for each interval of a fetch, in the order of sending."""
         bucket = self.buckets[fetch.piece.bucket]
         for name, low, high, start in parameters_within(bucket, fetch.lo, fetch.hi):
             for column, dtype in self.columns[name].items():

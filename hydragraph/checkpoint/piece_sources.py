@@ -1,12 +1,13 @@
-"""Choice of the source of each piece of a checkpoint.
+"""Choice of the rank that reads each piece of a checkpoint, and of the place from which it reads.
 
-    the piece is             it is read from, by                                          once per
-    in memory on the node    the memory of a rank, by this rank, for the node's ranks     rank that has and needs it
-    on the node's disk       the disk, by one rank that needs it, for the node's ranks    node
-    on another node          memory before disk, by a rank of that node                   node that needs it
-    only in the store        the store, by one rank that needs it, for the node's ranks   node
+    the piece is             it is read by                                   once per
+    in memory on the node    a rank that has it                              rank that has and needs it
+    on the node's disk       a rank of the node that needs it                node
+    on another node          a rank of that node, from memory before disk    node that needs it
+    only in the store        a rank that needs it                            node
 
-Among equally near readers, the rank with the least to read is chosen.
+The reader sends the piece to the node's other ranks that need it. Among equally near readers, the rank with the least
+to read is chosen.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class StatePiece:
-    """Elements [lo, hi) of a bucket in all columns, as written by one owner."""
+    """Elements [lo, hi) of a bucket's weights and optimizer state, as written by one owner."""
 
     bucket: str
     lo: int
@@ -38,7 +39,7 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class PiecePlace:
-    """A place and the ranks that can read it."""
+    """A place that holds pieces, and the ranks that can read it."""
 
     tier: Tier
     ranks: tuple[int, ...]
@@ -46,7 +47,7 @@ class PiecePlace:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Elements [lo, hi) of a bucket that one rank reads for the receivers (ascending)."""
+    """Elements [lo, hi) of a bucket that rank `reader` reads for the ranks `receivers` (ascending)."""
 
     reader: int
     tier: Tier

@@ -1,8 +1,8 @@
-"""Checkpoints of all ranks' home state and optimizer, which any number of ranks can load.
+"""Checkpoints of the weights and optimizer state of all ranks, which any number of ranks can load.
 
-A checkpoint is a directory of torch.distributed.checkpoint (DCP), readable by DCP's tools. The entries are unsharded
-tensors: each parameter under its name, and each elementwise optimizer state under `optimizer.{state}.{parameter}`. One
-more entry has the hyperparameters, step counts and `extra`.
+A checkpoint is a directory that torch.distributed.checkpoint (DCP) writes, and that DCP's tools can read. The entries
+are unsharded tensors: each parameter under its name, and each elementwise optimizer state under
+`optimizer.{state}.{parameter}`. One more entry has the hyperparameters, step counts and the caller's `extra`.
 
 All ranks call `save` and `load` together, and an error on one rank is raised on all ranks.
 """
@@ -62,7 +62,7 @@ def save(
     Args:
         path: a directory visible to all ranks; replaced only if it is a checkpoint or empty.
         optimizer: None saves only weights.
-        extra: rank 0's numbers, strings, tensors, and containers of them.
+        extra: numbers, strings, tensors and containers of them; rank 0's are saved.
 
     Raises:
         ValueError: on all ranks: `path` is unsuitable, or a value cannot be stored.
@@ -74,7 +74,7 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint to write."""
+    """One rank's part of a checkpoint that will be written."""
 
     path: Path
     scratch: Path
@@ -100,7 +100,7 @@ def prepare(
 ) -> PendingCheckpoint:
     """Check that a checkpoint can be saved, and create its scratch directory; arguments are as for `save`.
 
-    The result refers to the state, without copies.
+    The result refers to the state and does not copy it.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -123,7 +123,7 @@ def prepare(
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write a prepared checkpoint and move it to its path, on the thread that owns the groups."""
+    """Write a prepared checkpoint and move it to its path; only the calling thread may use `groups`."""
     what = prepared.what
     rank = groups.world.rank
     scratch = prepared.scratch
@@ -159,7 +159,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
         The saved `extra`, on every rank.
 
     Raises:
-        Damaged: a file is missing or has changed since it was written; some ranks may raise a plain ValueError.
+        Damaged: a file is missing or has changed since it was written; other ranks may raise a plain ValueError.
         ValueError: on all ranks: the checkpoint is missing, incomplete, or of another model or optimizer.
     """
     what = f"load checkpoint {path}"
@@ -224,7 +224,7 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
 
 
 def read_entries(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
-    """Read entries into their boxes, without communication."""
+    """Read a checkpoint's entries into the boxes of `contents`, without communication."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

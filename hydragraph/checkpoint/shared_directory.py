@@ -20,7 +20,7 @@ def leave_mark(directory: Path) -> Path:
 
 
 def see(found: Path, what: str, rank: int) -> None:
-    """Raise a ValueError unless this rank sees the directory that rank 0 created."""
+    """Raise a ValueError unless this rank sees the file or directory `found`, which rank 0 created."""
     if not found.exists():
         raise ValueError(
             f"{what}: rank {rank} on {socket.gethostname()} does not see what rank 0 writes there: name a directory"

@@ -4,7 +4,7 @@ A piece is one rank's interval of a bucket in all columns (weights and per-eleme
 file:
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements
-    step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
+    step-40.a-9f2c/common.pt                      step counts of parameters, hyperparameters, the caller's extra
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kept:
     """A checkpoint in pieces.
 
     Attributes:
-        series: "run-random"; changes when training returns to an earlier step.
+        series: the run's name and random digits; changes when training returns to an earlier step.
     """
 
     step: int
@@ -147,10 +147,10 @@ class StoreShelf:
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
-        if "file" in protocols:  # partly written files would be visible
+        if "file" in protocols:  # fsspec would make partly written files visible
             DiskShelf(Path(self._root)).put(name, data)
             return
-        if not protocols & _OBJECT_STORES:  # makedirs could create a misspelled bucket
+        if not protocols & _OBJECT_STORES:  # on object stores, makedirs could create a misspelled bucket
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._files.pipe_file(path, data)
 
@@ -208,7 +208,8 @@ class Pieces:
             self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
-                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set a place, and keep to 1 or more"
+                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set memory, disk or store, and set "
+                "keep to 1 or more"
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")
@@ -252,9 +253,9 @@ class Pieces:
 
         Args:
             columns: dtypes of every parameter's columns.
-            without: places to skip: those `busy` on any rank; equal on all ranks.
+            without: places to skip because they are `busy` on some rank; the same on all ranks.
             whole: last checkpoint that all ranks have written, by place.
-            tidies: whether to delete old checkpoints from the store; one rank is enough.
+            tidies: whether this rank deletes old checkpoints from the store; one rank is enough.
         """
         self.last = kept
         self._whole.update(whole or {})
@@ -282,7 +283,7 @@ class Pieces:
                 if Kept.of(folder) is not None:
                     shelf.drop(folder)
             if isinstance(shelf, DiskShelf) and (store or tier is not Tier.STORE):
-                with suppress(OSError):  # the directory has other files, or another rank's
+                with suppress(OSError):  # the directory has other files, or other ranks' pieces
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
@@ -344,7 +345,7 @@ class Pieces:
                 self._writing[tier] = self._begin(write)
 
     def _write(self, tier: Tier, kept: Kept, files: Mapping[str, bytes], whole: Kept | None, tidies: bool) -> None:
-        """Write files, and delete the checkpoints that `whole`, the last complete one in this place, replaces."""
+        """Write a checkpoint's files; then delete checkpoints that `whole`, the last complete one, replaces."""
         shelf = self.shelves[tier]
         try:
             for name, data in files.items():
@@ -384,7 +385,7 @@ class PieceFile:
         """Return elements [lo, hi) of a parameter's column, 1-D, on the CPU.
 
         Raises:
-            ValueError: the file is truncated, or a whole column has a wrong checksum; a part of a column has none.
+            ValueError: the file is truncated, or a checksum is wrong (checked only if a whole column is read).
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]
@@ -403,11 +404,11 @@ class PieceFile:
 
 @dataclass(frozen=True, eq=False)
 class PieceCopy:
-    """Copy of one interval that a rank owns.
+    """Copy of one interval of a bucket, which a rank owns.
 
     Attributes:
         tensors: "parameter|column" -> values in the interval.
-        firsts: parameter -> index of its first element in the interval.
+        firsts: parameter -> index, within the parameter, of the first element in the interval.
     """
 
     piece: StatePiece

@@ -83,7 +83,7 @@ def recovered(folder: Path) -> list[tuple[bool, int, dict[str, int], int]]:
     if world.rank == 0:
         shutil.rmtree(case / "store")
     groups.gather(None)
-    with pytest.raises(ValueError, match="read checkpoint pieces: no remaining place holds any"):
+    with pytest.raises(ValueError, match="read checkpoint pieces: no memory, disk or store holds a piece"):
         read(world, pieces, groups, EQUAL)
     groups.close()
     return seen

@@ -52,7 +52,7 @@ class Names:
 
         buffers = [name for name, _ in model.named_buffers()]
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        # Buffers saved by older versions of transformers.
+        # Older versions of transformers saved these buffers.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
@@ -93,12 +93,12 @@ class Names:
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
     """Read this rank's weights, and all persistent buffers, from a directory.
 
-    All ranks call this together. All headers are checked before any weight changes. Tied names must have equal tensors.
-    Heads of other classes, and keys that transformers ignores, are not read.
+    All ranks call this together. All headers are checked before any weight changes. Tensors stored under tied names
+    must be equal. Heads of other classes, and keys that transformers ignores, are not read.
 
     Raises:
         ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
-        Unsupported: tensors are computed or quantized, or files are pickled.
+        Unsupported: tensors are quantized or must be computed from others, or files are pickled.
     """
     what = f"load pretrained {path}"
     stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
@@ -129,7 +129,7 @@ def _matched(
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return the `unplaced` (key -> name in model) that are neither ignored nor in a class of the model's family."""
+    """Return the keys of `unplaced` (key -> name) that are neither ignored nor in a class of the model's family."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
@@ -204,7 +204,7 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
 def _meetings(
     held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, values, destination) for the parts in this rank's boxes."""
+    """Yield (name, stored values, destination) for each overlap of a stored tensor with this rank's boxes."""
     requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
     for (name, piece), read in readers(requests):
         for offsets, box in held[name].items():

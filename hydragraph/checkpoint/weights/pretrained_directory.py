@@ -76,7 +76,7 @@ def published_keys(shell: Shell) -> frozenset[str] | None:
 
 
 def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with the names and shapes of `save_pretrained`.
+    """Return tensors with the names and shapes that `save_pretrained` writes.
 
     Args:
         shell: the model; None keeps all names.

@@ -22,7 +22,7 @@ class StoredPiece:
     """Stored tensor as a part of a tensor of the model.
 
     Attributes:
-        at: start of the piece in the model's tensor; negative if that tensor is a later part of the piece.
+        at: start of the piece in the model's tensor; negative if that tensor begins inside the piece.
     """
 
     stored: Stored
@@ -55,7 +55,7 @@ class StoredOverlap:
     """Overlap of a piece with a box of the model's tensor.
 
     Attributes:
-        source: offsets and sizes within the piece's tensor.
+        source: offsets and sizes within the stored tensor.
     """
 
     source: tuple[list[int], list[int]]
@@ -65,7 +65,7 @@ class StoredOverlap:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of the model and its pieces (usually one piece)."""
+    """A tensor of the model, and the stored pieces (usually one) that form it."""
 
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
