@@ -1,4 +1,4 @@
-"""Conversion of documents to tokens; in conversations and completions, only the model's output is a target."""
+"""Conversion of documents to tokens; in completions and most conversations, only the model's output is a target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# ChatML for tokenizers without these tokens: END ends each turn and the document.
+# ChatML for tokenizers without <|im_end|>: the end-of-text token replaces END, and ends each turn and the document.
 _BASE_CHATML = (
     "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
@@ -42,7 +42,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: a tokenizer that neither truncates nor pads.
-        end: id of the token that ends texts, and answers without a final special token.
+        end: id of the end-of-text token, which also ends answers that lack a final special token.
     """
 
     tokenizer: Tokenizer
@@ -67,7 +67,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Return a document as tokens; raise a ValueError if it has no targets or its template rejects it."""
+        """Return a document as tokens; a ValueError says why the document at `place` cannot be encoded."""
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):

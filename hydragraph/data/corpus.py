@@ -21,7 +21,7 @@ from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document
 
 @dataclass
 class CorpusReport:
-    """Counts of a corpus, which `documents` updates while it is iterated."""
+    """Counts of a corpus; the iterator that `documents` returns updates them."""
 
     documents: int = 0
     empty: int = 0
@@ -43,17 +43,17 @@ class CorpusReport:
         named = ", ".join(self.undecodable[:3])
         rest = len(self.undecodable) - 3
         more = f" and {rest} more" if rest > 0 else ""
-        return f"{text} and {len(self.undecodable)} that are not UTF-8 text ({named}{more})"
+        return f"{text}; skipped {len(self.undecodable)} that are not UTF-8 text ({named}{more})"
 
 
 def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """List a corpus's files: paths in the given order, directories in sorted order.
+    """List a corpus's files: paths in the given order, and the files of a directory in sorted order.
 
     Args:
         paths: files and directories. Hidden entries, `__pycache__` and links to directories are skipped. In directories
             saved by `datasets`, only Arrow files are listed.
-        suffixes: suffixes of files in directories, such as `(".py", ".md")`. None: all records (.jsonl, .parquet, ...),
-            except evaluation splits next to training splits; without records, all texts.
+        suffixes: suffixes of files in directories, such as `(".py", ".md")`. None: all record files (.jsonl,
+            .parquet, ...), except evaluation splits next to training splits; without record files, all text files.
 
     Raises:
         ValueError: a path or suffix is wrong, a file is reached twice, or the corpus has no file.
@@ -148,7 +148,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
-    """Hash absolute paths, sizes and modification times (ns) of a corpus's files: 64 hexadecimal digits."""
+    """Hash `fields`, and paths, sizes and modification times (ns) of a corpus's files: 64 hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
     for path in files(paths, suffixes):
         stat = path.stat()
@@ -167,7 +167,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Files refused if named; in directories, they are read as text only if `suffixes` lists them.
+# Files with these suffixes are refused if named; in directories, they are read only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
     ".xlsx": "convert it to Parquet: pandas.read_excel(...).to_parquet(...)",
@@ -176,7 +176,7 @@ _NO_TEXTS: dict[str, str] = {
 }
 
 
-_ABOUT = ("README", "LICENSE")  # not data if a directory has other files
+_ABOUT = ("README", "LICENSE")  # not data if all other files of a directory have suffixes in `_NO_TEXTS`
 # Names of splits, as in `datasets`.
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
@@ -187,7 +187,7 @@ def _check_named(path: Path) -> None:
     if is_compressed(path) and suffix_of(path) in (".parquet", ".arrow"):
         raise ValueError(f"corpus file {path}: a compressed table cannot be read: unpack it")
     if way is not None:
-        raise ValueError(f"corpus file {path} would be read as plain text, byte by byte: {way}")
+        raise ValueError(f"corpus file {path} would be read as plain text: {way}")
 
 
 def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
@@ -224,7 +224,7 @@ def unread(
     fields: Fields = PLAIN,
     template: str | None = None,
 ) -> list[str]:
-    """Return the non-empty fields that are not read, from the first records of each file.
+    """Return the names of non-empty fields that are not read, in the first records of each file.
 
     Args:
         template: text of the chat template; the fields that it names are read.

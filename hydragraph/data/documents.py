@@ -33,7 +33,7 @@ _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100  # ignored by PyTorch's cross entropy
 _UNTRAINED = ("weight", "train", "training")  # fields that exclude a message from training
-# Fields of messages that are read, or that templates may omit.
+# Fields of messages that hydragraph reads, or that a template may leave out.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.
@@ -53,7 +53,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with role and content; `weight` 0: not trained."""
+    """Messages for a chat template: mappings with role and content; one with `weight` 0 is not trained."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -158,7 +158,8 @@ class Fields:
             possible.remove("alpaca")
         if len(possible) > 1:
             raise ValueError(
-                f"{place}: its {kind}s {list(names)} fit the formats {' and '.join(possible)}: set format to one"
+                f"{place}: its {kind}s {list(names)} fit the formats {' and '.join(possible)}: set format to one of "
+                "them"
             )
         return possible[0] if possible else "text"
 
@@ -259,7 +260,7 @@ class Fields:
 
     def _no_prompt(self, record: Mapping[str, Any], place: str) -> str:
         other = next((name for name in PROMPTS if record.get(name)), None)
-        remedy = f"set prompt_field to {other!r}" if other else "or begin both answers with it"
+        remedy = f"or set prompt_field to {other!r}" if other else "or begin both answers with it"
         return f"{place}: the pair has no prompt: give it as {self.prompt!r}, {remedy}"
 
     def _before(self, record: Mapping[str, Any], place: str) -> Messages:
@@ -451,7 +452,9 @@ def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
             try:
                 json.loads(arguments or "{}")
             except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: the arguments of {function['name']} are not JSON ({error})") from error
+                raise ValueError(
+                    f"{where}: the arguments of {function['name']} are not JSON ({error}): give valid JSON"
+                ) from error
         written = {**function, "arguments": arguments if arguments is not None else {}}
         checked.append({**call, "function": written} if "function" in call else written)
     return checked
@@ -471,7 +474,7 @@ def _json(text: str, name: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: {name!r} is a text that is not JSON ({error}): give a list") from error
+        raise ValueError(f"{place}: {name!r} is a text that is not JSON ({error}): give valid JSON") from error
 
 
 def shared_length(first: str, second: str) -> int:

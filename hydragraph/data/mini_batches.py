@@ -42,7 +42,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Split documents into chunks of `max_length` tokens; a document's last chunk has at least two tokens."""
+    """Split documents into chunks of `max_length` tokens; a shorter last chunk needs at least two tokens."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -66,7 +66,7 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     """Return the documents of one split, in file order; the last documents of a seeded shuffle are held out.
 
     Args:
-        heldout: fraction of documents to hold out, rounded; both splits get at least one. 0: none.
+        heldout: fraction of documents to hold out, rounded; both splits get at least one document. 0: none.
     """
     if heldout and count < 2:
         raise ValueError(
@@ -94,10 +94,10 @@ class MiniBatches(Iterator[list[Drawn]]):
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
         heldout: fraction of documents, or of a single document's pieces, to hold out.
-        split_seed: seed of the held-out documents; keep it when `seed` changes.
+        split_seed: seed that selects the held-out documents; keep it when `seed` changes.
         overlong: "cut" or "drop" documents longer than `max_length`.
-        pairs: whether every two documents are a pair of answers, which share a mini-batch; "cut" keeps the first
-            `max_length` tokens of an answer, "drop" skips the pair.
+        pairs: whether documents 2i and 2i + 1 are a pair of answers, which share a mini-batch. If an answer is too
+            long, "cut" keeps its first `max_length` tokens, and "drop" skips the pair.
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
@@ -168,7 +168,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield every chunk once, in file order; the endless stream does not advance."""
+        """Yield mini-batches with every chunk once, in file order; the endless stream does not advance."""
         return ([self.read(chunk) for chunk in chunks] for chunks in self.single_pass_chunks())
 
     def single_pass_chunks(self) -> Iterator[list[int]]:
@@ -260,7 +260,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    """Return chunks of the pairs (documents 2i and 2i + 1) in which both answers still have a target."""
+    """Return chunks of the pairs (documents 2i and 2i + 1) in which both answers have a target after truncation."""
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)
@@ -274,7 +274,7 @@ def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> 
 def _shuffle(count: int, *key: int) -> _Indices:
     """Return a permutation of range(count) that depends only on the key.
 
-    NumPy guarantees a bit generator's stream (NEP 19), but not its `permutation`.
+    Later versions of NumPy may change `permutation`, but not a bit generator's stream (NEP 19).
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")

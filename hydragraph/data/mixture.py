@@ -9,7 +9,7 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches in which each corpus has its share of the tokens, to within a sequence.
+    """Endless mini-batches in which the tokens of each corpus are proportional to its weight, to within a sequence.
 
     The next sequence is from the corpus that is furthest below its share.
 

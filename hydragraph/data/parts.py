@@ -16,7 +16,7 @@ from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
-_EVERY_S = 20.0  # maximum work that an interruption loses
+_EVERY_S = 20.0  # maximum seconds of work that an interruption loses
 
 
 class EncodedParts:

@@ -27,9 +27,10 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template. Its `{% generation %}` blocks are trained; if it has none, turns without their prompts are.
+        text: the template. The output of its `{% generation %}` blocks is trained; without such blocks, the content
+            and the end token of the trained messages are.
         special: special tokens by name, such as {"bos_token": "<s>"}.
-        train_on: "assistant": train the assistant's messages; "last": only its last message; "all": every token.
+        train_on: "assistant": train the assistant's messages; "last": only the last of them; "all": every token.
     """
 
     text: str
@@ -44,7 +45,7 @@ class ChatTemplate:
             marks: the tokenizer's special tokens, which no span may split.
 
         Raises:
-            ValueError: the template rejects the conversation or a message, or trains no message.
+            ValueError: the template rejects the conversation or a message, or no message is trained.
         """
         trained = [] if self.train_on == "all" else self._trained(conversation, place)
         written = self._written(conversation, place, marks)
@@ -69,7 +70,7 @@ class ChatTemplate:
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
-        """Render a conversation in the first form (`_Way`) in which every message appears."""
+        """Render a conversation in the first form (`_Way`) in which the template writes every message."""
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
         for way in _ways(conversation.messages):
@@ -80,7 +81,7 @@ class ChatTemplate:
                 refusal = refusal or error
                 continue
             return written
-        assert refusal is not None, "there is at least one way"
+        assert refusal is not None, "`_ways` yields at least one form"
         raise refusal
 
     def render(
@@ -115,7 +116,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """Form of messages; `parts`: contents are lists of parts; `texts`: arguments of tool calls are texts."""
+    """Form of messages for a template; with `parts`, contents are lists; with `texts`, tool arguments are strings."""
 
     parts: bool = False
     texts: bool = False
@@ -244,7 +245,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn's content and ending, for a template that renders a last turn differently."""
+        """Return the span of a turn's content and ending, for a template that writes the last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:

@@ -1,6 +1,6 @@
 """A corpus's tokens in one memory-mapped file.
 
-Little-endian, in this order:
+The file is little-endian and contains, in this order:
 
     header     128 bytes: the fields of `_Header`, their hash, zeros
     tokens     uint16 if the vocabulary fits, else uint32; in a file with targets, the highest bit marks a token that is
@@ -8,7 +8,7 @@ Little-endian, in this order:
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
-Tokens come before offsets, because the number of documents is known last.
+Tokens come before offsets, because the number of documents is known only at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Limits of a batch: parallel encoding needs many documents, but limited memory.
+# Limits of a batch: parallel encoding needs many documents, but memory is limited.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
@@ -51,7 +51,7 @@ class _Header:
     """Header of a token file.
 
     Attributes:
-        documents, tokens: counts, including end-of-text tokens.
+        documents, tokens: their numbers in the file; tokens include end-of-text tokens.
     """
 
     item_bytes: int
@@ -77,7 +77,7 @@ class _Header:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Memory-mapped, read-only documents of token ids; use `TokenFile.open`.
+    """Memory-mapped, read-only documents of token ids; `TokenFile.open` opens a file.
 
     Attributes:
         lengths: number of tokens of each document, with the end-of-text token: int64 [documents].

@@ -19,7 +19,7 @@ FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
-# End-of-text tokens of GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" may be an HTML tag.
+# End-of-text tokens of common models; the first that a tokenizer has is used. "</s>" may also be an HTML tag.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
@@ -117,7 +117,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory, or None; if there are several, return "default"."""
+    """Return the chat template in a tokenizer's directory, or None; of several, return the one named "default"."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

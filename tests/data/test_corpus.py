@@ -71,7 +71,7 @@ def test_undecodable_and_empty_files_are_counted_and_logged(tmp_path: Path, capl
 
 def test_the_report_names_three_places_and_counts_the_rest() -> None:
     report = CorpusReport(documents=2, undecodable=list("abcde"))
-    assert report.sentence().endswith("and 5 that are not UTF-8 text (a, b, c and 2 more)")
+    assert report.sentence().endswith("; skipped 5 that are not UTF-8 text (a, b, c and 2 more)")
 
 
 def test_jsonl_yields_one_document_per_line(tmp_path: Path) -> None:
