@@ -79,10 +79,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check the hashes of all files; raise Damaged on all ranks if a file is damaged.
-
-    The ranks that read the same copy of the checkpoint (`sharing`) divide its files among them.
-    """
+    """Check the hashes of all files; the ranks `sharing` this copy divide them. Damaged is raised on all ranks."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

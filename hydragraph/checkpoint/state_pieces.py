@@ -208,8 +208,7 @@ class Pieces:
             self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
-                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set memory, disk or store, and set "
-                "keep to 1 or more"
+                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set a place, and set keep >= 1"
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")

@@ -599,7 +599,7 @@ class TrainConfig:
             raise ValueError(f"push_dtype is {self.push_dtype}, which is not deterministic: leave push_dtype out")
 
     def _check_data(self) -> None:
-        """Check that sequences fit into a mini-batch; for an objective, set the format of all corpora."""
+        """Check that sequences fit into a mini-batch; with an objective, set every corpus to "preference"."""
         data = self.data
         if data.max_length > data.tokens_per_step:
             raise ValueError(

@@ -35,7 +35,7 @@ _TOKENIZER = "tokenizer.json"
 # Python's tests contain files that are broken on purpose.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# Current activity, number of finished documents, and finished fraction (0: none, or unknown).
+# Receives the current activity, the number of finished documents, and the finished fraction (0: none, or unknown).
 Progress = Callable[[str, int, float], None]
 
 

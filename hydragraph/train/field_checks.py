@@ -67,7 +67,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check the fields of a frozen dataclass by type: the types above, `bool` and `str`, optionally with None."""
+    """Check the fields of a frozen dataclass that have type `bool`, `str` or `Annotated` with a check (or None)."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)

@@ -23,7 +23,7 @@ class WallTime:
     """Parts of a run's wall time, which add up to `seconds`.
 
     Attributes:
-        seconds: time from the end of the first step to the end of the last step, without stops of the run.
+        seconds: time from the end of the first step to the end of the last, without the time between sessions.
         rate: tokens per second of undisturbed steps; 0: unknown.
         lost_s: time of repeated work, and time until failures were detected.
         slower_s: extra time compared with undisturbed steps; negative if the steps were faster.
@@ -60,7 +60,7 @@ class _Gap:
 
 
 def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: float | None = None) -> WallTime | None:
-    """Split the wall time of a run; None if fewer than two steps have an end time.
+    """Split the wall time of a run; return None if fewer than two steps have an end time.
 
     Args:
         rate: tokens per second of another, undisturbed run; None: the rate of this run's undisturbed steps.

@@ -24,7 +24,7 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
-    model.load_state_dict(dict(state), assign=True)  # also on the meta device
+    model.load_state_dict(dict(state), assign=True)  # `assign` also works on the meta device
     model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
     with file_errors(directory, directory):

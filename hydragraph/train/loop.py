@@ -87,7 +87,7 @@ def train(
 
     Args:
         trace: record the first steps for Perfetto.
-        stopping: a stop request on any rank makes all ranks save and return.
+        stopping: stop requests; a request on any rank makes all ranks save and return.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
@@ -136,7 +136,7 @@ class _RunInputs:
 
     Attributes:
         config: the config, with epochs converted to steps.
-        reference: scores of answers before training, possibly incomplete; None: the loss needs no scores.
+        reference: scores of answers under the model before training, possibly incomplete; None: not needed.
     """
 
     config: TrainConfig
@@ -228,7 +228,7 @@ def _session(
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        alone = world.ranks == 1  # one rank has no other plan or home
+        alone = world.ranks == 1  # a single rank has no other plan, and owns all state
         watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
@@ -271,7 +271,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise epochs")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # raises errors before training
+        evaluation_streams(config, prepared.tokens)  # so that errors are raised before training
 
 
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
@@ -424,7 +424,7 @@ def _stop_early(run: Run, state: TrainState) -> None:
 
 
 def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], signal: int) -> bool:
-    """Train on a mini-batch; return False if the leading rank requested a move of state."""
+    """Train on a mini-batch; return False if the leading rank requested a move of state instead."""
     following = run.controller.following if run.controller is not None else None
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
@@ -438,11 +438,11 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Start to move a part of the state to its new home; must be called on all ranks."""
+    """Start to move a part of the state to its new owners; must be called on all ranks."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
-    if home is None:  # the leader has revoked its request
+    if home is None:  # the leading rank has revoked its request
         return
     run.executor.rehome(home)
     if following is not None:
@@ -456,7 +456,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
     if following is not None and run.pairs is None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
-    assert run.executor.optimizer is not None, "runs train"
+    assert run.executor.optimizer is not None, "a training run has an optimizer"
     for group in run.executor.optimizer.param_groups:
         group["lr"] = lr
     try:
@@ -464,7 +464,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         report: StepReport = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # a pending checkpoint may be the last one
+            run.executor.wait_saved()  # so that the error can name a pending checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step

@@ -32,7 +32,7 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw a PNG file of the losses by strategy, with events by kind and pauses below."""
+    """Draw a PNG file: the losses, colored by strategy, and below them the events and pauses of the run."""
     # pyplot would change the user's backend.
     from matplotlib.figure import Figure
 

@@ -94,7 +94,7 @@ class ObjectiveConfig:
     @property
     def loss(self) -> PairLoss:
         loss = self.dpo or self.simpo or self.orpo
-        assert loss is not None, "one of them was given"
+        assert loss is not None, "exactly one objective is set"
         return loss
 
     @property

@@ -51,7 +51,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return the bytes per element of the fp32 weight and the optimizer state."""
+    """Return the bytes per element of the fp32 weight and the optimizer state together."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     model = nn.Module()
@@ -66,7 +66,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of a step, counted from 1 to `steps`; the warm-up ends at `peak`."""
+    """Return the learning rate of a step (1 to `steps`); the warm-up ends at `peak`."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup

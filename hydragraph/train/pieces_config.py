@@ -11,8 +11,8 @@ from hydragraph.train.field_checks import check_fields
 class PiecesConfig:
     """Locations near the ranks where the state is also saved, in pieces, in addition to checkpoints in the run folder.
 
-    After a loss each rank reads its part from the nearest location that has it: its memory, its machine's disk, another
-    machine, then the shared directory (AutoHet, "accelerated recovery").
+    After a rank is lost, each rank reads its part from the nearest location that has it: its memory, its machine's
+    disk, another machine, or the shared directory (AutoHet, "accelerated recovery").
 
     Attributes:
         local: a directory on each machine's own disk; `~` and environment variables, as in $SLURM_TMPDIR/pieces, are

@@ -1,4 +1,4 @@
-"""Scores of answers under the model before training, for DPO, stored in the run folder."""
+"""Scores (log-probabilities) of answers under the model before training, for DPO, stored in the run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
-_EVERY_S = 60.0  # maximum time of work that an interruption loses
+_EVERY_S = 60.0  # maximum seconds of work that an interruption loses
 
 
 class ReferenceScores:
@@ -57,7 +57,7 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read stored scores; return the answers without a score by mini-batch, as (stream, chunk)."""
+        """Read stored scores; return the answers without a score as (stream, chunk), grouped by mini-batch."""
         self.read()
         missing = []
         seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}
@@ -79,7 +79,7 @@ class ReferenceScores:
     ) -> int:
         """Score answers with the executor's weights; must be called on all ranks.
 
-        Return 0, or the signal that asked a rank to stop. The finished scores are then in the file.
+        Return 0, or the signal that asked a rank to stop; in both cases, the finished scores are in the file.
         """
         count = sum(map(len, missing))
         done = 0

@@ -67,7 +67,7 @@ class RunFolder:
                 continues the run if it has a checkpoint, else replaces the run.
 
         Raises:
-            ValueError: the folder has a run with "new", or no run to continue with "resume".
+            ValueError: "new" for a folder with a run, "resume" for one without a checkpoint, or too few `steps`.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()

@@ -1,4 +1,4 @@
-"""Continuation of a run after ranks were lost, left or joined."""
+"""Continuation of a run after ranks are lost, leave or join."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FENCED_S = 1.0  # the same, if the ranks of the lost machine have ended
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Continue the run on the remaining and joining ranks; also return the reason to end it, or ""."""
+    """Continue the run on the remaining and joining ranks; return the new `Run`, and the reason to end it or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(state.untold, run.world.ranks)
@@ -181,7 +181,9 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
         if survived.lost:
             yield RunEvent(step, "fault", survived.lost, 0.0, survived.why)
         if survived.left:
-            yield RunEvent(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
+            yield RunEvent(
+                step, "leave", survived.left, 0.0, f"they were asked to end and handed over their state: {survived.why}"
+            )
         if survived.joined:
             yield RunEvent(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
 

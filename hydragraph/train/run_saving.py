@@ -63,7 +63,7 @@ def load(
 @contextmanager
 def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Restore the config's hyperparameters after the block, in which a checkpoint replaces them."""
-    assert optimizer is not None, "runs train"
+    assert optimizer is not None, "a training run has an optimizer"
     settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):

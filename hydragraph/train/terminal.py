@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# Seconds between lines if the output is not a terminal; lines are more frequent at first.
+# If the output is not a terminal, lines are _OFTEN_S seconds apart at first, and _SELDOM_S after _SETTLED_S.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
 # Seconds before the remaining time is estimated.
 _TELLING_S = 5.0

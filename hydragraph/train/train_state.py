@@ -58,8 +58,8 @@ class Run:
     traced: list[TracedStep] = field(default_factory=list)
     expectation: Expectation = field(default_factory=Expectation)  # of this session, on rank 0
     watched: tuple[int, ...] = ()  # member (`cluster.rendezvous`) of each rank that the controller watches
-    evaluate_at: frozenset[int] = frozenset()  # in addition to `config.evaluate_every`
-    checkpoint_at: frozenset[int] = frozenset()  # in addition to `config.checkpoint_every`
+    evaluate_at: frozenset[int] = frozenset()  # steps in addition to those of `config.evaluate_every`
+    checkpoint_at: frozenset[int] = frozenset()  # steps in addition to those of `config.checkpoint_every`
     pieces: Pieces | None = None
 
     @property

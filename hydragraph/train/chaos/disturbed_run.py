@@ -25,14 +25,14 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2  # number of machines in a run with preemptions
-STEPS_PER_STRIKE = 5  # on average
+STEPS_PER_STRIKE = 5  # on average; a strike is an injected fault
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
 CALM_STEPS = 10  # number of steps after the last fault
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0
-_QUIET_S = 180.0  # longest time between two steps
+_QUIET_S = 180.0  # maximum seconds between two steps
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Strike:
     """One injected fault.
 
     Attributes:
-        which: index of the rank, as a fraction of the number of ranks.
+        which: index of the affected rank, as a fraction of the number of ranks.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Disturbed:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
-        """Return the largest relative difference of a step's loss; infinite if the steps differ."""
+        """Return the largest relative difference between two runs' losses of a step; infinite if their steps differ."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
         if mine.keys() != theirs.keys() or not mine:
@@ -90,10 +90,10 @@ MARGIN = 10.0  # allowed difference, as a multiple of the difference between und
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
-    """Return the first step whose loss differs by more than rounding errors explain, or None.
+    """Return the first step whose loss differs between the runs by more than rounding errors explain, or None.
 
     Training amplifies rounding errors. The allowed difference at each step therefore depends on `control`, an
-    undisturbed run on other ranks. Without `control`, losses must be bitwise equal.
+    undisturbed run on another number of ranks. Without `control`, losses must be bitwise equal.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -161,7 +161,7 @@ def run(
     """Run a training in separate processes, and inject the faults.
 
     Args:
-        stepped: called with the last step and the number of strikes so far.
+        stepped: called with the last step and the number of faults so far.
         until: last step before the run is asked to stop; None: `CALM_STEPS` after the last fault, if there is one.
     """
     folder = RunFolder(Path(config.output))

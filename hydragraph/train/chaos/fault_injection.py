@@ -17,12 +17,12 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
 GIVEN_UP_S = 30.0  # seconds within which the other ranks must end a stopped rank
-_MOMENT_S = 60.0  # maximum wait for the moment of a strike
+_MOMENT_S = 60.0  # maximum wait for the moment at which a fault is injected
 _JOINED_S = 300.0  # maximum wait for a new machine, which compiles before it joins
 _SLOW_S = 1.0
 _PAUSE_S = 3.0  # shorter than the time that ranks wait for a stopped rank
 _PERIOD_S = 0.1
-_STOPPED = 0.6  # fraction of the period in which the rank is stopped
+_STOPPED = 0.6  # fraction of each period for which a slowed rank is stopped
 _LEFT_S = 20.0
 _LOOK_S = 0.005
 
@@ -292,5 +292,5 @@ ACTIONS: Mapping[str, Action] = {strike.__name__.removeprefix("_"): strike for s
 
 
 def least_ranks(kind: str) -> int:
-    """Return the minimum number of ranks with which a rank survives a fault of this kind (except `all`)."""
+    """Return the minimum number of ranks for a fault of this kind, so that a rank survives (except `all`)."""
     return 3 if kind == "two" else 2

@@ -1,4 +1,4 @@
-"""Simulated machines on this host; each is a supervisor of ranks with its own session and disk."""
+"""Simulated machines on this host; each is a process that starts ranks, with a session and a disk of its own."""
 
 from __future__ import annotations
 

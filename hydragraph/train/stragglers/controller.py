@@ -5,7 +5,7 @@
                        -> correct the costs by the measured seconds of blocks, and request the best plan
     an answer arrives  -> switch if the gain until the end of the run exceeds the cost: the new strategies are prepared
                           during training, then all ranks switch to them
-                       -> request the best plan, which takes longer, and decide again
+                       -> after a quick plan, request the best plan, which takes longer, and decide again
 
 Predictions are scaled by measured step times. For example, if a new plan should reduce steps from 4 s to 3 s, but steps
 take 5 s, the controller expects 3.75 s.
@@ -43,7 +43,7 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        costs: costs for healthy ranks, with the home of the run.
+        costs: costs for healthy ranks, with the run's home (the owners of the state).
         switch: changes the strategies on all ranks; None: a dry run.
         refused: returns why ranks did not switch, or "" if they switched.
         sample: sequence lengths to plan for until enough mini-batches have run.

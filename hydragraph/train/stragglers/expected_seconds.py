@@ -7,7 +7,7 @@ from statistics import median
 
 STEPS = 20  # minimum number of steps with a plan before the comparison
 LEAST = 5  # minimum number of comparable steps
-MATTERS = 1.2  # ratio of the times above which another plan is requested
+MATTERS = 1.2  # factor between the two times above which another plan is requested
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares median step times once per plan, without the first step of each strategy, which compiles graphs."""
+    """Compares median expected and measured step times once per plan, without each strategy's first, slow step."""
 
     def __init__(self) -> None:
         self.restart()

@@ -2,12 +2,12 @@
 
 A rate scales only the time of blocks, but a slow rank also packs and sends slowly:
 
-    late     the shortest wait for pushes among ranks of pipelines without slow ranks, as a fraction of the rest of the
-             step, minus the usual fraction when all ranks are healthy
+    late     the shortest time that a rank of a pipeline without slow ranks waits for gradients, as a fraction of the
+             rest of its step, minus the usual fraction when all ranks are healthy
     planned  slow ranks of a late pipeline are planned with their rates multiplied by 1 + AHEAD * late
 
-AHEAD exceeds 1, because fixed costs do not shrink with a pipeline's share. A correction that makes steps longer is
-reverted, and no other correction is tried at these rates.
+AHEAD exceeds 1, because fixed costs do not shrink with a pipeline's share of tokens. A correction that makes steps
+longer is reverted, and no other correction is tried at these rates.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bo
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return other ranks' wait for slow pipelines, as a fraction of the rest of the step; also return the slow ranks.
+    """Return how long others wait for slow ranks' pipelines, as a fraction of the rest of the step, and these ranks.
 
     If all ranks are healthy, the wait is the shortest wait of any rank. If all pipelines have slow ranks, it is 0.
     """

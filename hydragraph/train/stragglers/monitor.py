@@ -1,6 +1,7 @@
-"""Straggler monitor, which computes the rates of ranks from their measured seconds.
+"""Straggler monitor, which computes the rates (slowdowns) of ranks from their measured seconds.
 
-On a shared CPU, wall-clock seconds are split by the kernel's thread statistics (`runtime.thread_times`):
+On a shared CPU, the slowdown is split by the seconds that threads ran, and were queued for a core
+(`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        slowdown of the device (stopped, throttled)     contention for its core
@@ -31,7 +32,7 @@ CROWDED = 4.0  # threshold for contention, in standard deviations; contention co
 
 @dataclass(frozen=True)
 class KindOfWork:
-    """Kind of work whose measured time on healthy ranks is the predicted time multiplied by a common factor."""
+    """Kind of work for which the ratio of measured to predicted time is the same on all healthy ranks."""
 
     type: str
     template: str

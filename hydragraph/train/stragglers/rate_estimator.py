@@ -8,8 +8,8 @@ type of device). Three unknowns explain the ratio of measured to predicted secon
 - factor: the error of the cost model for a kind of work; the median over iterations and over ranks that are not slow.
 - common: a slowdown that all ranks share, such as that of a busy machine; the lower median over ranks.
 - rate: the remaining slowdown of a rank. A rank becomes a straggler when NEEDED of its last OF iterations are above
-  `enter`, and above CERTAIN times the scatter of healthy ranks. If the noise exceeds the square of `enter`, twice as
-  many iterations must agree. A straggler becomes healthy when the same number of iterations is below `leave`.
+  `enter`, and above CERTAIN times the scatter of healthy ranks. If this multiple exceeds the square of `enter`, twice
+  as many iterations must agree. A straggler becomes healthy when the same number of iterations is below `leave`.
 - scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. For normal
   errors, both equal the standard deviation; the percentile also detects bursts.
 
@@ -197,8 +197,8 @@ class Estimator:
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
         """Return the log slowdown of ranks that are much slower than others at the same kinds of work.
 
-        This is the first sweep of a median polish (Tukey, 1977). It distinguishes a rank that is slow from the start
-        from an error of the cost model.
+        This is the first sweep of a median polish (Tukey, 1977). It tells ranks that are slow from the beginning
+        apart from errors of the cost model.
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():

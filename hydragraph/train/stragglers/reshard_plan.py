@@ -1,13 +1,13 @@
-"""Choice of the home of the state by the ranks' speed and memory, and bounded moves of the state.
+"""Choice of the state's home (its owners) by the ranks' speed and memory, and moves of the state in bounded stages.
 
 Every owner sums the gradients of its share of the state and updates this share after the last push. A step ends when
 the slowest owner is done:
 
-    seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
+    seconds(shares) = max over ranks of  slowdown x share x (seconds that a healthy device takes for the whole state)
 
-The maximum is smallest if shares are proportional to 1 / rate, within the limits of memory. A very slow rank should own
-no state, because owners exchange messages for every bucket. The cost of a move is the time that the rank that
-receives the most elements waits for their gradients (`hydragraph.engine.live_reshard`).
+The maximum is smallest if shares are proportional to 1 / slowdown, within the limits of memory. A very slow rank should
+own no state, because owners exchange messages for every bucket. The cost of a move is the time in which the rank that
+receives the most elements gets their gradients (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StateCosts:
     """Costs of storing, updating and moving state.
 
     Attributes:
-        update_s: seconds that a healthy device takes to update the whole state (U).
+        update_s: seconds that a healthy device takes to update the whole state.
         bytes_per_element: bytes moved per element: weights and optimizer state (12 with Adam).
         free_bytes: memory available for state, by rank; None: unlimited.
         held_bytes: memory per element, including gradient and messages; None: `bytes_per_element`.
@@ -58,7 +58,7 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A home that is worth moving to.
+    """A home that is worth moving the state to.
 
     Attributes:
         before_s, after_s: seconds that the slowest owner takes per step, before and after the move.
@@ -85,7 +85,7 @@ def rehoming(
     Args:
         running: the current home; if it has copies, its `nodes` are set.
         buckets: buckets of the state. Shares of single buckets are dropped unless `question` assigns new shares.
-        question: question for `cost.home_choice`, whose answer is another candidate; exchanges then count as costs.
+        question: for `cost.home_choice`, whose answer is another candidate; messages of steps then count as well.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
@@ -121,7 +121,7 @@ def rehoming(
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Reduce the available memory, so that the old and the new part of a bucket fit during a move."""
+    """Reduce the available memory, so that a bucket's old and new parts fit together during a move."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
@@ -205,7 +205,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the homes of a move in stages; each stage moves at most `elements` per rank, or one bucket.
+    """Yield the home after each stage of a move; a stage moves at most `elements` to each rank, or one bucket.
 
     If copies or nodes differ, the only stage is the new home.
     """

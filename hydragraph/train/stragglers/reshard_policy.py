@@ -105,7 +105,7 @@ class Following:
     def stepped(
         self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
     ) -> tuple[RunEvent, ...]:
-        """Decide after a step; return the decision, if any.
+        """Decide after a step whether to move state; return the decision to move, if any.
 
         Args:
             strategies: the strategy that ran, then other strategies that may run.

@@ -48,7 +48,7 @@ class RunEvent:
         before_s: expected seconds of a step without the decision.
         after_s: the same, with the decision.
         lost_steps: steps that were undone because state was lost.
-        read_bytes: bytes of checkpoint pieces by place: memory, disk and store.
+        read_bytes: bytes read from checkpoint pieces, by place: memory, disk and store.
     """
 
     step: int
