@@ -1,13 +1,14 @@
-"""Learn from preferences by DPO (Rafailov et al., 2023), on pairs of answers that may lie in different micro-batches.
+"""Learn from preferences by DPO (Rafailov et al., 2023), on pairs of answers that may be in different micro-batches.
 
-The loss of a pair, -log sigmoid(beta * margin), needs both answers' log-probabilities at once, and `loss=` sees only
-what one micro-batch holds. Its gradient does not: it is a sum over the tokens of both answers,
+The loss of a pair, -log sigmoid(beta * margin), needs the log-probabilities of both answers at once, but the function
+`loss=` sees only one micro-batch. The gradient of the loss is a sum over the tokens of both answers,
 
     -beta * sigmoid(-beta * margin) * (grad log p(chosen) - grad log p(rejected)),
 
-with a weight for each answer that is a mere number once the margin is known. So a step first scores the answers of all
-pairs under the current weights, without gradients, and then trains on tokens with those weights, packed and cut in any
-way. That is exact, and costs one more forward pass.
+in which each answer has a weight that depends only on the margin: log p(chosen) - log p(rejected), minus the same
+difference under the model before training. A step therefore first scores the answers of all pairs without gradients,
+and then trains on their tokens with the resulting weights, however they are packed. The result is exact, and costs one
+additional forward pass.
 
 python examples/dpo.py, or under torchrun.
 """
@@ -32,7 +33,7 @@ RANKS, VOCABULARY, BETA = 2, 64, 0.5
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A prompt, [P] ids, and two answers, [A] ids: one that people preferred to the other."""
+    """A prompt, [P] ids, and two answers, [A] ids, of which people preferred one."""
 
     prompt: Tensor
     chosen: Tensor
@@ -40,12 +41,12 @@ class Pair:
 
 
 def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sum of the answers' token losses, each times the weight of its answer."""
+    """Return the sum over tokens of the negative log-probability times the weight of the token's answer."""
     return -(hg.token_logprobs(outputs, batch) * batch["weights"][0]).sum()
 
 
 def sequence(prompt: Tensor, answer: Tensor) -> dict[str, Tensor]:
-    """Return a prompt with an answer; only the answer's tokens are targets."""
+    """Return a sequence of a prompt and an answer; only the answer's tokens are targets."""
     return {"input_ids": torch.cat([prompt, answer]), "labels": torch.cat([torch.full_like(prompt, -100), answer])}
 
 
@@ -57,12 +58,12 @@ def log_ratios(exe: hg.Executable, pairs: Sequence[Pair]) -> Tensor:
 
 
 def preferred(exe: hg.Executable, pairs: Sequence[Pair], reference: Tensor) -> float:
-    """Make one step of DPO; return the mean loss of the pairs before it.
+    """Run one step of DPO, and return the mean loss of the pairs before the step.
 
     Args:
         exe: compiled with the loss `weighted`.
-        pairs: of the mini-batch; every rank passes the same.
-        reference: `log_ratios` of the pairs under the model that training began with.
+        pairs: the mini-batch; every rank passes the same pairs.
+        reference: `log_ratios` of the pairs under the model before training.
     """
     margins = BETA * (log_ratios(exe, pairs) - reference)
     weights = (BETA * torch.sigmoid(-margins)).tolist()
@@ -78,7 +79,7 @@ def preferred(exe: hg.Executable, pairs: Sequence[Pair], reference: Tensor) -> f
 
 
 def tiny() -> LlamaForCausalLM:
-    """Return a model from a seed, the same on every rank."""
+    """Return a model whose weights come from a seed, so that they are the same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,

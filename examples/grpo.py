@@ -1,15 +1,15 @@
 """Learn from rewards by GRPO (Shao et al., 2024): transformers generates answers, and hydragraph trains on them.
 
-Each round draws a group of answers to every prompt, rewards them, and makes two updates on the same answers. The second
-update's policy is no longer the one that drew them, so the loss compares each token's log-probability with the one
-stored when it was drawn, and clips their ratio. Then `exe.weights` hands the new weights to the generating model. A
-server such as vLLM takes the same names and tensors.
+Each round draws a group of answers to every prompt, rewards them, and makes two updates on the same answers. Before the
+second update, the weights already differ from those that drew the answers, so the loss divides each token's
+probability by its probability when it was drawn, and clips this ratio. Then `exe.weights` passes the new weights to the
+generating model. A server such as vLLM accepts the same names and tensors.
 
-The task can be checked: each token of an answer is larger than the one before. Answers have 1 to 8 tokens, and any
-strategy packs and splits them without changing the result.
+The task is to write answers in which each token is larger than the one before. Answers have 1 to 8 tokens, and the
+result does not depend on how a strategy packs and splits them.
 
 python examples/grpo.py [ROUNDS [targets or sequences]], or under torchrun. With "targets", the default, all tokens
-of a mini-batch count the same (as in DAPO, Yu et al., 2025); with "sequences", all answers do (as in GRPO's paper).
+of a mini-batch have the same weight (as in DAPO, Yu et al., 2025); with "sequences", all answers do (as in GRPO).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PROMPTS, GROUP, UPDATES, CLIP = 6, 8, 2, 0.2
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A prompt, [P] ids, an answer drawn for it, [A] ids, and the answer's log-probabilities then, fp32 [A]."""
+    """A prompt, [P] ids, a drawn answer, [A] ids, and the log-probabilities of its tokens when drawn, fp32 [A]."""
 
     prompt: Tensor
     answer: Tensor
     log_probabilities: Tensor
 
     def reward(self) -> float:
-        """Return how many tokens rise above the one before, out of the most that are possible."""
+        """Return the number of tokens that are larger than the token before, divided by the maximum length."""
         before = torch.cat([self.prompt[-1:], self.answer[:-1]])
         return float((self.answer > before).sum()) / LONGEST
 
     def sequence(self, advantage: float) -> dict[str, Any]:
-        """Return what a step takes; the answer's tokens are the targets, and `old` is aligned with the predictions."""
+        """Return a sequence for `step`; `old` is shifted to the positions that predict the answer's tokens."""
         old = torch.zeros(len(self.prompt) + len(self.answer))
         old[len(self.prompt) - 1 : -1] = self.log_probabilities
         return {
@@ -55,7 +55,7 @@ class Rollout:
 
 
 def clipped(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sum over the answers' tokens of GRPO's clipped surrogate, negated."""
+    """Return GRPO's clipped surrogate, summed over the answers' tokens and negated."""
     ratios = (hg.token_logprobs(outputs, batch) - batch["old"][0]).exp()
     advantages = batch["advantages"][0]
     gains = torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages)
@@ -86,16 +86,16 @@ def drawn(model: LlamaForCausalLM) -> list[list[Rollout]]:
 
 
 def advantages(group: list[Rollout]) -> Tensor:
-    """Return each answer's reward relative to its group, in standard deviations."""
+    """Return each answer's reward minus the mean of its group, in standard deviations."""
     rewards = torch.tensor([rollout.reward() for rollout in group])
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def mini_batch(groups: list[list[Rollout]], divide_by: str) -> list[dict[str, Any]]:
-    """Return the sequences of a step that divides the sum of the losses by all targets or by the sequences.
+    """Return the sequences for a step with this `divide_by`.
 
-    For the mean over answers of each one's mean over its tokens, an answer's advantage is divided by its length: the
-    clipped surrogate is proportional to it.
+    With "sequences", the loss is the mean over answers of the mean over an answer's tokens: the clipped surrogate is
+    proportional to the advantage, so each advantage is divided by the answer's length.
     """
     pairs = [pair for group in groups for pair in zip(group, advantages(group).tolist(), strict=True)]
     lengths = [len(rollout.answer) if divide_by == "sequences" else 1 for rollout, _ in pairs]
@@ -103,7 +103,7 @@ def mini_batch(groups: list[list[Rollout]], divide_by: str) -> list[dict[str, An
 
 
 def tiny() -> LlamaForCausalLM:
-    """Return a model from a seed, the same on every rank."""
+    """Return a model whose weights come from a seed, so that they are the same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,

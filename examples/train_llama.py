@@ -15,14 +15,14 @@ RANKS, LAYERS, VOCABULARY = 4, 8, 64
 
 
 def strategies() -> list[hg.Strategy]:
-    """One from a file; one written here: tensor parallelism in the middle of a pipeline of three stages."""
+    """Return two strategies: one from a file, and a pipeline of three stages with a tensor-parallel middle stage."""
     stages = [hg.Stage(devices=(3,), layers=1), hg.Stage(devices=(0, 1), layers=4), hg.Stage(devices=(2,), layers=3)]
     here = hg.Strategy(pipelines=(hg.Pipeline(stages=tuple(stages)),), schedule="1f1b")
     return [hg.Strategy.load(str(Path(__file__).with_name("lopsided.yaml"))), here]
 
 
 def prepare() -> tuple[LlamaForCausalLM, hg.Program, object]:
-    """Build the model from a seed, the same everywhere, and compile it; ranks of one machine inherit all of it."""
+    """Build a model from a seed, capture it and compile its graphs, once for all ranks that `launch` starts."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Train on two nodes without two machines; --help says how.
+# Train on two simulated machines; --help explains the options.
 set -euo pipefail
 
 usage() {
     cat <<'EOF'
-Train on two "nodes" of this machine: network namespaces that are joined by a link of their own, each with a torchrun.
+Simulate two machines as network namespaces of this machine with a link between them, and train with a torchrun in each.
 
     sudo examples/two_nodes.sh [--rate MBIT] [--per-node N] [--config FILE] [-- OPTIONS OF hydragraph train]
 
-    --rate MBIT    let the link carry no more than so many Mbit/s (default: as much as it can)
-    --per-node N   ranks of each node (default 2: examples/demo.yaml has strategies for 4 ranks)
-    --config FILE  what to train (default examples/demo.yaml)
+    --rate MBIT    limit the link to this number of Mbit/s (default: no limit)
+    --per-node N   ranks per simulated machine (default 2: examples/demo.yaml has strategies for 4 ranks)
+    --config FILE  config of the run (default examples/demo.yaml)
 
-Everything after -- goes to hydragraph train; without it: --overwrite --set output=runs/two_nodes --set steps=20.
-Meanwhile, in another terminal, pull the cable and plug it in again, and see what both nodes say:
+Options after -- are passed to hydragraph train; the default is --overwrite --set output=runs/two_nodes --set steps=20.
+During the run, disconnect the link for 3 s in another terminal, and read what both sides report:
 
     sudo ip -n hydragraph1 link set link1 down; sleep 3; sudo ip -n hydragraph1 link set link1 up
 
-PYTHON names the interpreter (default: .venv/bin/python where it is, else python3). Needs root, ip and, for --rate, tc
-(iproute2). The namespaces hydragraph0 and hydragraph1 are removed at the end, with all that runs in them.
+PYTHON names the interpreter (default: .venv/bin/python if it exists, else python3). It needs root, ip and, for --rate,
+tc (iproute2). At the end it kills all processes in the namespaces hydragraph0 and hydragraph1, and removes them.
 EOF
 }
 
@@ -48,14 +48,14 @@ if [ "$(id -u)" -ne 0 ]; then
     exit 2
 fi
 if ip netns list | grep -qE '^hydragraph[01]\b'; then
-    echo "two_nodes.sh: it runs already, or was killed: ip netns del hydragraph0; ip netns del hydragraph1" >&2
+    echo "two_nodes.sh: is running, or was killed; then run: ip netns del hydragraph0; ip netns del hydragraph1" >&2
     exit 2
 fi
 
 clean_up() {
     trap - EXIT INT TERM
     for node in 0 1; do
-        # Nothing may stay in a namespace: a rank that is stopped would keep it, and its memory.
+        # Kill all processes first: a suspended rank would keep the namespace and its memory.
         ip netns pids "hydragraph$node" 2> /dev/null | xargs --no-run-if-empty kill -KILL 2> /dev/null || true
         ip netns del "hydragraph$node" 2> /dev/null || true
     done
@@ -79,8 +79,8 @@ done
 
 pids=()
 for node in 0 1; do
-    # A host name of its own, as ranks of one host share more than a network. With `export GLOO_SOCKET_IFNAME=...` and
-    # `torchrun ...` this is what you would type on two machines: docs/several_machines.md.
+    # Each simulated machine has its own host name, because ranks with one host name count as one machine. On two real
+    # machines, run `export GLOO_SOCKET_IFNAME=...` and `torchrun ...` (docs/several_machines.md).
     GLOO_SOCKET_IFNAME="link$node" OMP_NUM_THREADS=1 ip netns exec "hydragraph$node" \
         unshare --uts --pid --fork --mount-proc --kill-child sh -c 'hostname "$1"; shift; "$@"; exit $?' sh "node$node" \
         "$python" -m torch.distributed.run --nnodes 2 --nproc-per-node "$per_node" --node-rank "$node" \

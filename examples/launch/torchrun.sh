@@ -4,7 +4,7 @@
 #     NODES=2 NODE_RANK=0 MASTER_ADDR=192.168.7.1 IFACE=eth1 examples/launch/torchrun.sh 8 config.yaml    # 8 ranks each
 #
 # MASTER_ADDR is an address of machine 0, and IFACE the network interface that leads to the other machines. Without
-# these variables, the ranks are those of this machine. The same command continues a run that was interrupted. `output`
+# these variables, the run uses only this machine. The same command continues a run that was interrupted. `output`
 # in the config must be a directory that all machines share. Further options go to hydragraph train.
 set -euo pipefail
 
@@ -19,7 +19,7 @@ if [ -n "${IFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME="$IFACE" NCCL_SOCKET_IFNAME="$IFACE"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# torchrun starts the ranks again, and hydragraph then continues from the last checkpoint: both need the same number.
+# torchrun restarts the ranks, and hydragraph continues from the last checkpoint: give both the same --max-restarts.
 exec "${PYTHON:-python3}" -m torch.distributed.run --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" \
     --nproc-per-node "$per_node" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
     --max-restarts 3 -m hydragraph train "$@" --auto-resume --max-restarts 3
