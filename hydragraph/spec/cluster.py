@@ -36,7 +36,7 @@ class Interconnect:
     """A link between two devices: in each direction, n bytes take latency_s + n / bytes_per_s seconds.
 
     Attributes:
-        points: measured (message bytes, bytes/s), interpolated over the logarithm of the size. With `points`,
+        points: measured (message bytes, bytes/s) pairs, interpolated over the logarithm of the bytes. With `points`,
             `bytes_per_s` is the total bandwidth of concurrent messages.
     """
 
@@ -170,7 +170,7 @@ class Cluster:
     """Devices, one per rank in rank order, and the links between them.
 
     Attributes:
-        within_node, between_nodes: each rank's links within and between nodes; None if `nodes` is set.
+        within_node, between_nodes: link between ranks of one node, and of different nodes; None if `nodes` is set.
     """
 
     devices: tuple[Device, ...]

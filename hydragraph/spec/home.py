@@ -23,14 +23,13 @@ class Home:
 
     Attributes:
         shares: each rank's relative share of every bucket (0: the rank owns no state); None means equal shares.
-        copies: 1 or 2. With 2, each element has a second owner on another node that also updates it; `shares` count
-            both copies.
-        buckets: individual buckets' shares by rank, by bucket name. A bucket is the trainable or the frozen part of a
+        copies: 1 or 2. With 2, a second owner on another node also updates each element; `shares` count both copies.
+        buckets: bucket name -> shares by rank, instead of `shares`. A bucket is the trainable or the frozen part of a
             block, or a tied parameter.
-        nodes: node of each rank, for copies. None: each host is a node; on a single host, each rank counts as a node.
-        rule: choice of owners for other buckets: "stages" chooses the ranks of the stages that use the bucket; "auto"
-            chooses ranks with the fastest exchanges, within their memory. With a rule, `shares` are relative weights of
-            the chosen ranks.
+        nodes: node of each rank, to place second owners. None: each host is a node; on a single host, each rank is one.
+        rule: how to choose the owners of buckets that are not in `buckets`: "stages" chooses the ranks of the stages
+            that use the bucket; "auto" chooses the ranks that exchange it fastest and have enough memory. With a rule,
+            `shares` are relative weights of the chosen ranks.
     """
 
     shares: Sequence[float] | None = None
@@ -98,10 +97,9 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return this home with the node of each rank filled in.
+        """Return this home with a node for each rank: those of the home, or else `nodes`.
 
-        `self.nodes` is used if it is set, otherwise `nodes`; if `nodes` names only one node, each rank counts as its
-        own.
+        If all of `nodes` are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
         """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes

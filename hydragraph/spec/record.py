@@ -35,7 +35,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Patterns of PyYAML's messages, with our remedy; FOUND stands for the character.
+# Pattern of a PyYAML message -> our message; FOUND stands for the character at the error.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",

@@ -10,7 +10,7 @@ from operator import index
 
 @dataclass(frozen=True)
 class Workload:
-    """A mini-batch of equal sequences, or samples of varying lengths.
+    """A mini-batch of equally long sequences, or sample mini-batches of varying lengths.
 
     Attributes:
         sequences, length: number of sequences of equal length, and their length in tokens.
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q equal sequences of Q / T tokens; T and Q are the means over mini-batches of sum l and sum l^2."""
+        """T^2 / Q sequences of Q / T tokens; T and Q are means over mini-batches of sum l and sum l^2 (l: lengths)."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)
