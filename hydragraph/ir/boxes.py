@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor; its elements are consecutive in an interval, where the first has index `at`."""
+    """Axis-aligned box in a tensor; its elements are consecutive in an interval, starting at position `at`."""
 
     offsets: Extent
     sizes: Extent

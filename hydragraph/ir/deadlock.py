@@ -36,8 +36,8 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Simulate the programs of all ranks, in rank order; return None if all programs end.
 
-    With gloo, sends are buffered. Other instructions wait as long as the transport may make them wait: for messages,
-    for tensor-parallel peers, or until all ranks enter an exchange. Programs that end over gloo also end over
+    With gloo, sends never wait. Other instructions wait whenever gloo may make them wait: for messages, for
+    tensor-parallel peers, or until all ranks enter a pull or push. Programs that end over gloo also end over
     `Transport.NCCL`, but not always over the other transports.
     """
     if transport is not Transport.GLOO:
@@ -59,7 +59,7 @@ class _Simulation:
         self.at = [0] * len(programs)
         self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages
         self.received: Counter[tuple[int, int]] = Counter()
-        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> number of receives that complete it
+        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> receives until it is complete
         self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> number of ranks that have entered it
         self.committing: set[int] = set()
 

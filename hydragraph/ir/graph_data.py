@@ -66,7 +66,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the form of a node's value without rebuilding the value; None if the value is not a known tensor."""
+    """Return dtype and sizes of a node's value without building a decoded value; None if it is not a tensor."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -85,7 +85,7 @@ def value_of(node: Any) -> Any:
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return (storage number, form) for each tensor of a node's value; views of one storage share its number."""
+    """Return (storage number, dtype and sizes) of each tensor in a node's value; views share a storage number."""
     # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers from before encoding.
     meta = node.meta if isinstance(node, fx.Node) else {}
     if "forms" in meta:

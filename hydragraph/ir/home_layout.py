@@ -1,4 +1,4 @@
-"""Home layouts: one layout per bucket, made from a `Home`."""
+"""Home layouts: the ranks that own each element of a bucket of parameters, according to a `Home`."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from hydragraph.ir.value import Value, ValueKind
 class Op(Enum):
     """Operations of the instruction set."""
 
-    PULL = "pull"  # W.bucket = link home -> here
+    PULL = "pull"  # receive a bucket's weights from their owners, or send them
     FORWARD = "forward"
     BACKWARD = "backward"  # a block's backward or half of it; adds to G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
     FETCH = "fetch"  # copy saved values back, after all earlier computations
     SEND = "send"
     RECEIVE = "receive"
-    PUSH = "push"  # link G.bucket -> home: sum at first owners, then copy to second owners
+    PUSH = "push"  # sum a bucket's gradients at first owners, then copy sums to second owners
     FREE = "free"  # drop values; drop a message after it has been sent
     COMMIT = "commit"  # agree that gradients are finite; last communication of the iteration
     UPDATE = "update"
@@ -86,7 +86,7 @@ class Instruction:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
         after: values to wait for: those of `reads` that other streams write (a free waits only for messages and
-            copies). A pull or push also waits for earlier exchanges.
+            copies). A pull also waits for earlier pulls, and a push for earlier pushes.
     """
 
     op: Op

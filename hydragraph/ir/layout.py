@@ -47,8 +47,8 @@ class Layout:
     no interval is empty. Layouts compare by identity.
 
     Attributes:
-        copy: index of the stage in a propagation layout. In a home layout, 0 for the *first owners*, which sum
-            gradients, and 1 for the *second owners*. Each copy has every element.
+        copy: in a layout for forward and backward (`propagation`), index of the stage. In a home layout, 0 for the
+            *first owners*, which sum gradients, and 1 for the *second owners*. Each copy has every element.
         nodes: node of each rank, or -1 if unknown; None if the layout does not depend on nodes.
     """
 

@@ -1,8 +1,8 @@
 """Links: slices that ranks send to turn one layout of a bucket into another (values: `copy`; gradients: `reduce`).
 
-The ends of the source's intervals divide a line into *cells*. A rank stores all elements of a cell or none. Each target
-interval is divided at the same ends, and a sender is chosen for each cell (as in Hydraulis, section 5.2, but for uneven
-shards).
+The *source* layout sends, and the *target* layout receives. The ends of the source's intervals divide the elements into
+*cells*. A rank stores all elements of a cell or none. Each target interval is divided at the same ends, and a sender is
+chosen for each cell (as in Hydraulis, section 5.2, but for uneven shards).
 
 Symbols, with the lengths of arrays:
 
@@ -60,7 +60,7 @@ class Slices:
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return the slices that a rank sends and those that it receives, in its peers' order, with local copies."""
+        """Return the slices that a rank sends and those that it receives, by peer; both include local copies."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
@@ -87,7 +87,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, but let all replicas on the target's node send in turn, or else all other replicas."""
+    """Return slices like `copy`, but divide them among the replicas on the rank, else on its node, else anywhere."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -267,7 +267,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # This range spans gaps between the rank's intervals; `_slices` drops the excess.
+        # The range includes gaps between the rank's intervals; `_slices` drops slices in the gaps.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())

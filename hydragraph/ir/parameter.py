@@ -1,9 +1,9 @@
 """Parameters, their sharding rules, and the flat order in which shards are intervals.
 
-A parameter's *canonical order* is its elements with the sharded dimension moved to the front. For any
+A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. For any
 tensor-parallel degree, a shard then consists of one interval per fused segment (such as q, k and v).
 
-Example: w [3, 4] is sharded along dimension 1 and fuses two segments of 2 columns. A column is 3 consecutive elements:
+Example: w [3, 4] fuses two segments of 2 columns. Two ranks shard the columns, each of 3 consecutive elements:
 
     index 0   has columns 0 and 2: [0, 3) and [6, 9)
     index 1   has columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
@@ -124,7 +124,7 @@ class Parameter:
         return self.size // self.shape[self.rule.dim] if self.rule else self.size
 
     def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the canonical intervals [lo, hi) of rank `index` of `tp`; raise Unsupported if heads prevent it."""
+        """Return the canonical intervals [lo, hi) of rank `index` of `tp`; raise Unsupported if heads do not fit."""
         if self.rule is None or tp == 1:
             return ((0, self.size),)
         intervals = []
@@ -155,7 +155,7 @@ class Parameter:
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
-        """View a shard's canonical elements in its natural shape; strides may be transposed."""
+        """View a shard in canonical order as a tensor of its `local_shape`; strides may be transposed."""
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)

@@ -1,4 +1,4 @@
-"""Functions that FX nodes name in place of operations that a strategy decides (Hydraulis, section 5.3)."""
+"""Functions that FX nodes call instead of operations that depend on the strategy (Hydraulis, section 5.3)."""
 
 from __future__ import annotations
 

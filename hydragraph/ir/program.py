@@ -29,7 +29,7 @@ class Template:
         name: SHA-256 of the graph, in hexadecimal.
         graph: forward graph that returns the hidden state (in "head", the summed loss; in aux, the auxiliary values).
         parameters: local names in the block's module.
-        inputs: "hidden", "other.0", ..., or batch fields.
+        inputs: "hidden", "other.i" (auxiliary values) and fields of the batch.
     """
 
     name: str
@@ -94,12 +94,12 @@ class Program:
         blocks: from "embed" to "head".
         aux: the block of parameter-free values that every stage computes (positions, rotary tables).
         buckets: in block order; parameters that no block uses come last.
-        heads: query head counts.
+        heads: numbers of query heads.
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         push_dtype: dtype of gradients sent to their owners.
-        window: maximum number of weight elements in flight, and of gradient elements.
+        window: maximum number of elements that pulls have in flight, and that pushes have; None: see `Outline`.
     """
 
     model: str

@@ -33,7 +33,7 @@ class Outline:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
         elements: number of elements of each bucket; if empty, 1 each.
-        window: maximum number of weight elements in flight, and of gradient elements; None: twice the largest block.
+        window: maximum number of elements that pulls have in flight, and that pushes have; None: see `room`.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
@@ -92,7 +92,7 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return the maximum number of elements in flight; without `window`, streamed exchanges halve it."""
+        """Return `window`, or else twice the elements of the largest block (once if a pull or push is streamed)."""
         if self.window is not None:
             return self.window
         return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)

@@ -48,7 +48,7 @@ class RankProgram:
         strategy: the strategy's text with its fingerprint.
         roles: one role per pipeline or interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
-        layers: half-open range of each interleaved stage.
+        layers: half-open range of layers of each interleaved stage.
     """
 
     rank: int

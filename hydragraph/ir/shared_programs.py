@@ -27,8 +27,8 @@ class SharedPrograms(Sequence[RankProgram]):
     """Programs of all ranks; each program is built on demand.
 
     Attributes:
-        bodies: instructions of each kind; its ranks have equal layers, degree, stages and micro-batches.
-        peers: for each rank, the actual peers 0, 1, ... of its body.
+        bodies: instructions of each kind, whose ranks have equal stages, layers, tp and micro-batches.
+        peers: for each rank, the ranks that its body calls peers 0, 1, ...
 
     Raises:
         ValueError: a rank's peers are not distinct, or their number differs from the body's.

@@ -49,7 +49,7 @@ class _Site:
 
     Attributes:
         blocks: positions of blocks, by interleaved stage.
-        neighbours: ranks of the previous and the next stage, by (micro-batch, visit).
+        neighbours: ranks of the previous and the next stage, by (micro-batch, index in `blocks`).
     """
 
     blocks: tuple[range, ...]
@@ -301,7 +301,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
-    # A communicator matches exchanges by order.
+    # A communicator matches pulls, and pushes, by their order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
@@ -335,7 +335,7 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that each exchange waits for the oldest pending exchanges, and only until it fits in the window."""
+    """Check that a pull (or push) waits for the oldest ones in flight, but only until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     room = outline.room(instruction.target for _, instruction in _of(program, op))
