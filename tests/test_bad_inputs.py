@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a directory for a profile": (
         lambda: hg.Profile.load("."),
-        ". is a directory, but a profile is a JSON file: write one",
+        ". is not a text file, but a profile is a JSON file: write one",
     ),
     "no mini-batch": (lambda: executable().step(None), "mini-batch is None; pass a list of sequences"),
     "nothing": (lambda: executable().step([]), "no target token: give at least one sequence"),

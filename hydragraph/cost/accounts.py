@@ -32,7 +32,7 @@ class TimeKind(Enum):
     OTHER = "between instructions"
 
 
-# Kinds of time that the rank itself uses.
+# All kinds except waiting for other ranks.
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 

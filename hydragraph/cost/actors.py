@@ -159,7 +159,7 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return the (sender, receiver) pairs of a send: t ranks send to t receivers at a time."""
+        """Return the (sender, receiver) pairs of a send, in which each rank of the actor has at most one receiver."""
         message, turn = self.program.messages[index]
         receivers = self.receivers(message)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
@@ -194,7 +194,7 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        # The order of instructions depends on `beats`, and on the neighbors of interleaved stages.
+        # The order of instructions depends on the schedule (`beats`) and on the neighbors of interleaved stages.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())
@@ -252,10 +252,11 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
             if one != two:
                 raise ValueError(
                     f"ranks {programs[0].rank} and {other.rank} share a stage, but instruction {at} (without sends and "
-                    f"frees) is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: verify() these programs"
+                    f"frees) is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: pass these programs to "
+                    "verify()"
                 )
         if len(first) != len(shape(other)):
             raise ValueError(
                 f"ranks {programs[0].rank} and {other.rank} share a stage, but one runs {len(first)} instructions and "
-                f"the other {len(shape(other))} (without sends and frees): verify() these programs"
+                f"the other {len(shape(other))} (without sends and frees): pass these programs to verify()"
             )

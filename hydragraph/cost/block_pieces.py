@@ -40,7 +40,7 @@ class BlockPiece:
     """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: seconds of the forward and the backward together; approximate if these curves are tables.
+        seconds: seconds of forward and backward together; approximate if `forward` and `backward` are tables.
         parameters: parameter elements on the rank.
         kept: bytes per token that the forward saves for the backward.
         working, fixed: temporary bytes per token, and temporary bytes independent of the tokens.
@@ -87,10 +87,10 @@ class BlockPiece:
 
 @dataclass(frozen=True)
 class PricedDevice:
-    """The device on which pieces were measured.
+    """The device on which block costs were measured.
 
     Attributes:
-        memory: bytes that a rank may use, less the margin.
+        memory: bytes that a rank may use.
         elements: number of parameter elements of the model.
         itemsize: bytes per element in the compute dtype.
         frozen: number of parameter elements without gradient and moments.

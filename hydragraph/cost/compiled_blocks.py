@@ -1,4 +1,4 @@
-"""Memory of a captured model's blocks, measured in their compiled graphs."""
+"""Memory of a captured model's blocks, computed from their compiled graphs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Exact duration of a pipeline with unequal stages and micro-batches, from a schedule's table (`ir.schedules`).
 
-    S, V            stages, micro-batches
+    S, V            stages, micro-batches of the pipeline
+    M               micro-batches in `rows`, at least V
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
                     EARLY      work before a forward that does not need its message
                     FORWARD, BACKWARD
@@ -9,7 +10,7 @@
     F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
     B(s, x)         end of its backward
 
-A row of the table contains one or more stages on the same devices and runs one action at a time, in order:
+A row of the schedule's table has one or more stages on the same devices and runs one action at a time, in order:
 
     F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
@@ -90,7 +91,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    # Iterate over the stages downward for forwards, then upward for backwards.
+    # Visit rows from first to last, which suits forwards, then from last to first, which suits backwards.
     down = True
     waiting = True
     while waiting:

@@ -3,10 +3,10 @@
 A sample is the ratio of a rank's measured and predicted seconds of one kind in one step. Corrections are medians of the
 logarithms of the latest samples.
 
-    base of a type     lower median over its ranks of the median over their forwards and backwards
-    straggler          a rank above the base by more than a tenth and more than the scatter of its samples
+    base of a type     lower median over its ranks of each rank's median over forwards and backwards
+    straggler          a rank whose median exceeds the base by more than a tenth and by four standard errors
     factor of a kind   median of all samples of the type's ranks except stragglers, limited to 1/4 to 4
-    rate of a rank     slowdown of a straggler beyond these factors
+    rate of a rank     a straggler's median divided by the base
 
 Stragglers within a tensor-parallel stage are not identified.
 """
@@ -84,7 +84,7 @@ class Corrections:
 
     @property
     def health(self) -> Health:
-        """Ranks slower than others of their type."""
+        """Rates of the stragglers."""
         rates = {}
         for type_ in dict.fromkeys(self.types):
             logs = {r: self._computing(r) for r, own in enumerate(self.types) if own == type_ and self._computing(r)}

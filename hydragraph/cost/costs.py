@@ -5,10 +5,10 @@ and update (`fixed`).
 
 Formulas of the papers -> functions:
 
-    AutoHet, T* = max_j { sum_i t_i^j + (K - 1) max_c t_c^j } + T_sync  `Costs.seconds`: the recurrence itself, `fixed`
-    Malleus, y = rho_k max x_g: the slowest rank counts                  `Pricing.stages`; x_g is its `rate`
-    Malleus, l mu + nu <= C: memory limit                                `Costs.max_len`, by walking memory
-    Hydraulis, section 5.2, mutual slices of pull and push               `CostedWork.moved`
+    AutoHet, T*: slowest pipeline, plus synchronization           `Costs.seconds`: the exact schedule, plus `fixed`
+    Malleus, y: seconds of a stage on its slowest rank            `Pricing.stages`, with the rank's `rate`
+    Malleus, limit of the memory of a stage                       `Costs.max_len`, from `rank_memory`
+    Hydraulis, section 5.2, slices that pull and push exchange    `CostedWork.moved`
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-IN_FLIGHT = 2  # number of largest buckets whose messages are in flight at the same time
+IN_FLIGHT = 2  # assumed number of buckets of the largest size in flight at the same time
 
 
 class Costs(Pricing):
@@ -52,7 +52,7 @@ class Costs(Pricing):
         profile: measurements of the model on every device type of the cluster.
         health: health of the ranks; None: the health in `corrections`.
         home: owners of the state, or a rule that chooses them for each strategy (`of_strategies`); None: the rule
-            "auto". By default, second copies are placed by the cluster's nodes.
+            "auto". If `home.nodes` is None, second copies are placed by the cluster's nodes.
         blocks: exact memory from compiled graphs; None: linear functions from the profile.
         state_bytes: bytes of weight and optimizer state per trained element.
         push_itemsize: bytes of a gradient element.

@@ -16,7 +16,7 @@ BEYOND = 2.0
 
 
 class Load:
-    """Sums over the sequences of a micro-batch.
+    """Sums over the lengths l of a micro-batch's sequences.
 
     Attributes:
         tokens: sum l.
@@ -30,7 +30,7 @@ class Load:
         self._pairs: dict[Reach, float] = {}
 
     def pairs(self, reach: Reach) -> float:
-        """Return the sum of q(l) over the sequences, for a reach."""
+        """Return the sum of q(l) (`cost.reach`) over the sequences."""
         if reach not in self._pairs:
             self._pairs[reach] = float(sum(map(reach.pairs, self.lengths)))
         return self._pairs[reach]
@@ -42,7 +42,7 @@ class Constants:
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
-        near: s per half query-key pair (`cost.reach`) of attention that is limited by a window or chunks.
+        near: s per unit of q(l) (`cost.reach`), for each window or chunk size of attention.
     """
 
     a: float
@@ -52,7 +52,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: a valid fit has c >= 0, a > 0 or `near`, and b > 0 or a positive `near`."""
+        """Whether the fit failed: a valid fit has c >= 0, a > 0 (or `near`), and b > 0 (or a positive `near`)."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
@@ -154,7 +154,7 @@ class Table:
         return min(least)
 
     def constants(self) -> Constants:
-        """Return approximate constants for search."""
+        """Return approximate `Constants`, for search."""
         import numpy as np
         from scipy.optimize import nnls  # only needed for fitting
 

@@ -1,7 +1,7 @@
 """Profiles from datasheets: a model's operations and bytes, divided by fractions of a device's peak rates.
 
 The forward of a product with a weight of P elements over T tokens needs 2 P T operations. Attention with H heads of
-size D over L tokens needs 4 L^2 H D operations (with a window or chunks, 4 H D for each pair of `Reach`), or half as
+size D over L tokens needs 4 L^2 H D operations (with a window or chunks, 4 q(L) H D; see `cost.reach`), or half as
 many if causal. The backward needs twice as many operations. Tensor-parallel sums are priced separately. Kernels follow
 a roofline (`Roofline`) unless `efficiency` is given.
 """
@@ -85,8 +85,8 @@ def datasheet(
     Args:
         efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all degrees that divide the heads.
-        compiled: `passes.variants.Variants.get`, from whose graphs memory is computed; None: the profile contains no
-            memory.
+        compiled: `passes.variants.Variants.get`, which returns the graphs from which the memory of blocks is computed;
+            None: the profile contains no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a fraction of the datasheet's FLOP/s above 0 and at most 1")
@@ -223,7 +223,7 @@ class Operations:
     """Work of one block on a stage's first rank.
 
     Attributes:
-        attention: operations per pair of tokens.
+        attention: operations per unit of q(l), by `Reach`.
         products: (times per token, n, k) of each weight [n, k].
         during_sums: products whose weight gradients are computed during each tensor-parallel sum of the backward.
         before_sums: products whose results each sum adds up over the ranks, starting with the sums of the forward.

@@ -1,7 +1,7 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
-An actor's computations are timed ahead of the clock as long as the ends of their inputs are known; transfers end when
-the clock reaches their end (`cost.shared_ports`). No event begins earlier than the clock.
+The clock is the time of the last transfer end (`cost.shared_ports`). Computations are timed ahead of the clock, as far
+as the ends of their inputs are known. No event begins earlier than the clock.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
@@ -137,8 +137,8 @@ class Engine:
             at = next(i for i, end in enumerate(self.times[a].end) if end < 0 and i not in program.before)
         where = " ".join(instruction_text(program.instructions[at]).split())
         return (
-            f"rank {actor.ranks[0]} never ends: verify() these programs, which names the ranks that wait; "
-            f"instruction {at}, {where!r}, has not begun"
+            f"rank {actor.ranks[0]} never ends, because its instruction {at}, {where!r}, does not begin: pass these "
+            "programs to verify(), which names the ranks that wait"
         )
 
     def _settle(self) -> None:
@@ -261,7 +261,7 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        if i in self._summed[a]:  # the wait between the halves of a push counts as its own time
+        if i in self._summed[a]:  # the wait between the halves of a push counts as transfer
             times.alone[i] += ready - self._summed[a][i] + seconds
         else:
             times.begin[i] = ready

@@ -20,7 +20,7 @@ def elements_sent(
 
     Args:
         stages: ranks of each stage that uses the bucket, in tensor-parallel order.
-        splits_tokens: whether gradients are partial sums.
+        splits_tokens: whether the ranks of a stage have partial sums of gradients.
     """
     from hydragraph.ir.link_volume import copied, reduced  # numba is imported only to price traffic
 
@@ -35,7 +35,7 @@ def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     If ranks on several nodes send the same number of bytes to all others, the exchange is a collective, for which NCCL
     and gloo use one ring per network card.
     """
-    # Most pairs exchange no data: numpy is six times as fast on one row of booleans.
+    # Most elements are 0: numpy finds the others six times as fast in flat booleans as in a matrix.
     at = np.flatnonzero(sent != 0)
     src, dst = np.divmod(at, sent.shape[1])
     size = sent.ravel()[at].astype(np.float64) * itemsize

@@ -9,7 +9,7 @@ from hydragraph.passes.offload import moves
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A packed micro-batch, with padding."""
+    """Size of a packed micro-batch, including padding."""
 
     tokens: int
     sequences: int
@@ -22,7 +22,7 @@ class HalvesFootprint:
     Attributes:
         first, second: peak of each half's own values, including results.
         postponed: values that the input half computes or saves for the weight half.
-        keeps: values that are saved unchanged: "hidden", "aux", "output" or "tangent".
+        keeps: values that the input half saves unchanged: "hidden", "aux", "output" or "tangent".
     """
 
     first: int

@@ -93,7 +93,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
     """Return a footprint as linear functions of the tokens, from footprints at 1,024 and 2,048 tokens per rank.
 
-    The functions ignore the 4 bytes that each further sequence adds per attention.
+    The functions ignore the 4 bytes that each further sequence adds per attention operator.
     """
     small = 1024 * part.tp
     large = 2048 * part.tp
@@ -193,7 +193,7 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds."""
+    """Lifetimes of a graph's own storages, of constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes each."""
 
     nodes: int
     begin: npt.NDArray[np.int64]

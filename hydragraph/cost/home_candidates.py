@@ -3,11 +3,11 @@
 A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
 
     by need   what ranks need under one strategy, or on average
-    groups    one stage's ranks; for two strategies, the ranks that both use
+    groups    one stage's ranks; for two strategies, the ranks that both use, or that either uses
     all       equal fractions for all ranks
     subsets   every set of ranks, for at most `FEW` ranks
 
-Fractions are then multiplied by a rank's ability, share / rate. A second copy is on another node.
+A rank's fraction is then multiplied by its ability, `Home.shares` / `Health.rates`. A second copy is on another node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def candidates(
 
     Args:
         users: stages that use the bucket, by strategy number.
-        wide: also return candidates that do not follow from need.
+        wide: also return `groups`, `all` and `subsets`.
     """
     ranks = len(ability)
     needs = {number: needed(stages, ranks) for number, stages in users.items()}

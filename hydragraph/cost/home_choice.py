@@ -6,9 +6,9 @@ owners. For frequencies w_s of strategies, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equal candidates the one that moves the fewest bytes, then the one whose largest fraction is smallest. Each
-bucket is chosen separately, because exchanges run one after another, unless limited memory requires a linear program
-for all buckets (`cost.home_room`).
+and among equal candidates the one that moves the fewest bytes, then the one whose largest fraction is smallest.
+Exchanges run one after another, so each bucket is chosen separately. If the chosen ranks do not have enough memory, a
+linear program chooses for all buckets (`cost.home_room`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def choose_home(question: HomeQuestion) -> Home:
 
 
 def expected_s(question: HomeQuestion, home: Home) -> float:
-    """Return the sum of e_b over all buckets under a home."""
+    """Return the expected seconds of all exchanges under a home: the sum of e_b over the buckets."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
     for bucket_class in choice.classes(without=()):
@@ -129,7 +129,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """Shares of the remaining ranks, for buckets that no stage uses."""
+        """Shares for buckets that no stage uses, 0 for lost ranks; None: equal."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)
@@ -214,7 +214,7 @@ class _Choice:
         return any(stage.sequence_parallel for stage in stages)
 
     def _exchanges(self, bucket: Bucket, owners: Layout, stages: Stages, splits: bool) -> list[Transfers]:
-        from hydragraph.ir.link_volume import handed_on  # numba is imported only for several strategies
+        from hydragraph.ir.link_volume import handed_on  # numba is imported only if there is a choice
 
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:

@@ -13,7 +13,7 @@ from hydragraph.ir.schedules.schedule import Work
 
 SHARES: Mapping[Work, float] = {Work.INPUT_GRADIENT: 0.5, Work.WEIGHT_GRADIENT: 0.5}
 
-# Transfers are compared by identity.
+# A single empty object, because `Transfers` are compared by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -52,7 +52,7 @@ class Priced(Protocol):
     def commit_s(self) -> float: ...
 
     def handling(self, rank: int) -> float:
-        """Return a rank's multiplier of link latency."""
+        """Return the factor of the latency of a rank's messages."""
         ...
 
 

@@ -57,7 +57,7 @@ class Traffic:
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
-    """Return the traffic of a pull (compute dtype) or a push (fp32, trained buckets, to all owners)."""
+    """Return the traffic of pulling all buckets (compute dtype), or of pushing trained buckets to all owners (fp32)."""
     return moved(placed, direction, program.dtype.itemsize)
 
 

@@ -123,7 +123,7 @@ class LongestMicroBatch:
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the peak of a rank of a shared stage.
 
-        In any order, stage s of S stores at most S - s micro-batches of each pipeline; the last stage stores one in
+        For any order of micro-batches, stage s of S stores at most S - s of each pipeline; the last stage stores one in
         total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]

@@ -1,9 +1,9 @@
 """Measured constants of a model: time of micro-batches, and memory limits (Hydraulis, section 6).
 
-T(l, P) = a l^2 + b l + c (Appendix B.2)  `Profile.seconds`
+T(l, P): seconds of l tokens in scheme P  `Profile.seconds`
 T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
-MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
-UtilLen(P)                                `Profile.util_len`
+MaxLen(P): most tokens (Appendix B.1)     `Profile.max_len`
+UtilLen(P): fewest useful tokens          `Profile.util_len`
 seconds of a pipeline (ours)              `PipelineCost.seconds`
 """
 
@@ -40,8 +40,8 @@ class PipelineCost:
     """Cost of one pipeline.
 
     Attributes:
-        a, b, c: constants of the slowest stage, which takes the sum of a l^2 + b l over sequences, plus c.
-        near: additional seconds per query-key pair of limited attention.
+        a, b, c: constants of the slowest stage, which takes c + the sum of a l^2 + b l over sequences of l tokens.
+        near: as in `Constants`.
         parts: costs of the stages; empty: all stages are equal.
         rows: rows of interleaved stages (`Pipeline.rows`).
     """
@@ -86,7 +86,7 @@ class Profile:
     Attributes:
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
         memory: memory model; None: only `limits` bound a micro-batch.
-        limits: measured MaxLen of each scheme.
+        limits: measured maximum tokens of a micro-batch, by scheme.
         hetero_sync_s: seconds that pipelines of different schemes add to an iteration.
         failed, unfit: schemes (`failed`) and kinds of stage (`unfit`) whose fits failed, with the reasons.
         blocks: template of every block, in order.
@@ -207,7 +207,7 @@ class Profile:
             of_blocks = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
             return ModelSizes.rough(of_blocks, 0, self.device.itemsize)
         if self.memory is not None:
-            # Published constants are bytes per element of H^2.
+            # Published `states` are bytes per element of H^2.
             hidden = self.memory.hidden
             layer = round(hidden**2 * self.memory.states / HOME_BYTES)
             sizes = (hidden * self.memory.vocab, *[layer] * self.memory.layers, hidden * self.memory.vocab)
@@ -232,7 +232,7 @@ class Profile:
             raise FileNotFoundError(f"{path} does not exist; write a profile with hydragraph profile") from None
         except (IsADirectoryError, UnicodeDecodeError):
             raise ValueError(
-                f"{path} is a directory, but a profile is a JSON file: write one with hydragraph profile"
+                f"{path} is not a text file, but a profile is a JSON file: write one with hydragraph profile"
             ) from None
         try:
             data = json.loads(text)
@@ -275,10 +275,10 @@ class Profile:
     @overload
     def seconds(self, scheme: Scheme, length: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]: ...
     def seconds(self, scheme: Scheme, length: Any) -> Any:
-        """Return T(l) = a l^2 + b l + c: seconds of one stage's forward and backward for a sequence.
+        """Return a l^2 + b l + c: seconds of one stage's forward and backward for a sequence of l tokens.
 
         Args:
-            length: tokens, or an array.
+            length: l, or an array.
         """
         k = self.constants(scheme)
         tokens = np.asarray(length, dtype=np.float64)
@@ -286,7 +286,7 @@ class Profile:
         return float(result) if np.ndim(length) == 0 else result
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen: maximum tokens of a micro-batch if `devices` share the state, 0 if none fits."""
+        """Return MaxLen: maximum tokens of a micro-batch, 0 if none fits, with the state on `devices` devices."""
         self.constants(scheme)
         # Measured limits include memory lost to the allocator.
         if scheme in self.limits:
@@ -314,7 +314,7 @@ class Profile:
         return self.util[scheme[0]]
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a scheme's pipeline; `devices` share the state."""
+        """Return the cost of a scheme's pipeline, with the state on `devices` devices."""
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)
@@ -322,7 +322,7 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline (`Costs` prices any pipeline); `devices` share the state.
+        """Return the cost of a regular pipeline (`Costs` prices any), with the state on `devices` devices.
 
         Raises:
             Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.

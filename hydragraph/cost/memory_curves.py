@@ -8,7 +8,7 @@ from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
 from hydragraph.cost.timeline import SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# (rank, exchanges ended before each instruction) -> its walk; see `Walk.over`.
+# (rank, exchanges ended before each of its instructions: `Walk.over`) -> the rank's walk.
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 
@@ -47,7 +47,7 @@ class MemoryCurves(Sequence[MemoryCurve]):
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
     """Return the exchanges ended before each instruction, as in the executor.
 
-    It ends a finished pull without data at the next computation, and a finished push at the next push.
+    The executor ends a pull that receives no data at the next computation, and a push at the next push.
     """
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}

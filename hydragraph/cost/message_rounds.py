@@ -71,7 +71,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # All messages of its ranks to other nodes share a card; it sends and receives at the same time.
+    # A card sends and receives at the same time; all messages of its ranks to other nodes share it.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:

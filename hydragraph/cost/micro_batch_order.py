@@ -2,7 +2,7 @@
 
 Equations of Hydraulis -> functions:
 
-    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  `published_seconds`
+    Appendix D.1, approximate seconds of a pipeline     `published_seconds`
     the end of the schedule (ours)                      `pipeline_seconds`
 """
 

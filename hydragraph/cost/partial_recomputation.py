@@ -4,7 +4,7 @@
     b    the memory budget
 
 The backward takes longer by s times the seconds that full recomputation adds. These exclude attention, because its
-results are always saved. The block saves the fraction b of the bytes.
+results are always saved. The block saves the fraction b of the bytes that it saves without recomputation.
 """
 
 from __future__ import annotations

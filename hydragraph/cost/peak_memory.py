@@ -47,7 +47,7 @@ class Peak:
             before = at
             at = max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
-            # If the line continues beyond the answer, convexity rules out a bend before it.
+            # If the next step is on the same line, convexity rules out a bend before the answer.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at

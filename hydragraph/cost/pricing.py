@@ -128,7 +128,7 @@ class Pricing:
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
-        """Return the bytes that a rank may use: measured free memory, else the device's size."""
+        """Return the bytes that a rank may use: the device's size, or less if less was measured to be free."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
@@ -156,7 +156,7 @@ class Pricing:
             raise Unsupported(
                 f"stages of kind {kind.text}{where}: {why}",
                 where=f"profile {profile.name}",
-                remedy=f"measure it: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
+                remedy=f"measure them: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
             )
         return profile.pieces[kind]
 
@@ -186,7 +186,7 @@ class Pricing:
         return tuple(costs)
 
     def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
-        """Return the time of blocks [first, last) on a stage."""
+        """Return the time of a stage with the blocks at positions `span`, [first, last)."""
         kind = stage.kind
         forwards = []
         backwards = []
@@ -216,7 +216,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the ring all-reduces of `sums`."""
+        """Return the all-reduces of `sums` in forward and backward; None if there are none."""
         if stage.tp == 1:
             return None
         forward, backward = self.sums(stage, span)

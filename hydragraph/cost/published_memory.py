@@ -2,6 +2,7 @@
 
     H, V     hidden size, entries of the vocabulary
     N        devices that share the sharded state
+    TP, PP   tensor-parallel degree, stages
     A        activation bytes per element of a layer's hidden state, by tensor-parallel degree
     B        bytes of states per element of H^2 and layer
     alpha    fraction of states sharded over all devices
@@ -66,6 +67,6 @@ class MemoryModel:
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
+        """Return the maximum tokens of a micro-batch, 0 if none fits, with the state on `devices` devices."""
         free = self.device - self.margin - self.gap_bytes(scheme) - self.states_bytes(scheme, devices)
         return max(0, math.floor(free / self.token_bytes(scheme)))

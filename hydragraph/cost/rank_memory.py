@@ -97,7 +97,7 @@ class MemoryCurve:
 
 
 class Blocks(Protocol):
-    """Model data for a walk, from compiled graphs or, approximately, a profile.
+    """Model data for a `Walk`, from compiled graphs or, approximately, from a profile.
 
     Attributes:
         itemsize, push_itemsize: bytes of an element of pulled weights and of pushed gradients.
@@ -164,17 +164,17 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return the number of micro-batches from which on a stage's peak grows only by token ids; None if it always grows.
+    """Return the number of micro-batches beyond which a stage's peak grows only by token ids; None if it always grows.
 
-    The first stage stores the micro-batches in flight and one returning gradient. A later stage also stores the next
-    hidden state and two gradients in transit.
+    The first stage stores the micro-batches in flight and one returning gradient. A later stage stores those in flight,
+    the next hidden state and two gradients in transit.
 
     Args:
         rows: rows of the pipeline's stages (`Pipeline.rows`).
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # One round of micro-batches begins while another ends.
+        # A round of `devices` micro-batches begins while another round ends.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
@@ -188,14 +188,14 @@ HomeOf = Callable[[Bucket], Layout]
 
 
 class Walk:
-    """One rank's iteration, as `runtime.executor` runs it.
+    """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
     Args:
         blocks: model data; other arguments as for `rank_memory`.
         home_of: returns the owners of a bucket; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: for an instruction's index, exchanges (`exchange_name`) that have ended before it, in addition to those
-            for which it waits; None: there are no such exchanges.
+        over: index of an instruction -> pulls and pushes (`exchange_name`) that have ended before it, in addition to
+            those for which it waits; None: no others have ended.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class Walk:
                 self._on_host.pop(value, None)
 
     def _offload(self, instruction: Instruction) -> None:
-        """Keep saved values on the device until they have been copied, or until the fetch."""
+        """Keep copied values on the device until the copy ends, and the other saved values until the fetch."""
         (saved,) = instruction.reads
         host, leaving = instruction.writes
         m = saved.micro_batch

@@ -25,7 +25,7 @@ class Reach:
 
     Attributes:
         window: keys are less than `window` tokens away; None: any.
-        chunk: keys are in its chunk of `chunk` tokens; None: any.
+        chunk: keys are in the query's chunk of `chunk` tokens; None: any.
     """
 
     window: int | None = None
@@ -54,7 +54,7 @@ class Reach:
 
 WHOLE = Reach()
 
-Near = tuple[tuple[Reach, float], ...]  # seconds per pair of limited attention, by `Reach.order`
+Near = tuple[tuple[Reach, float], ...]  # seconds per unit of q(l), sorted by `Reach.order`
 
 
 def total(parts: Iterable[tuple[float, Near]]) -> Near:

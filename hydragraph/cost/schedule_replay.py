@@ -24,9 +24,9 @@ def stage_ends(
     """Return the end of the last backward on each stage's devices; see `compiled_replay`.
 
     Args:
-        early, forward, backward: seconds on each stage [S][V].
-        ahead, back: seconds to send a hidden state to the next stage, and to send its gradient back [S - 1][V];
-            additional rows are ignored.
+        early, forward, backward: seconds of each micro-batch on each stage.
+        ahead, back: seconds to send a hidden state from each stage except the last to the next stage, and to send its
+            gradient back; additional rows are ignored.
         devices: group of devices of each stage (`Pipeline.rows`); empty: each stage has its own.
     """
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of

@@ -1,4 +1,4 @@
-"""Costs of schemes, for searches that choose the number of pipelines of each scheme."""
+"""Costs of schemes (tp, pp), for searches that choose the number of pipelines of each scheme."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class CostedSchemes:
         return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen on the ranks that own most of the state; `devices` is ignored."""
+        """Return `Profile.max_len` on the ranks that own most of the state; `devices` is ignored."""
         return self.pipeline(scheme, devices).max_len
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen."""
+        """Return `Profile.util_len`."""
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:

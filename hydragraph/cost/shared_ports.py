@@ -1,7 +1,7 @@
 """Transfers that share ports and network cards.
 
-A flow uses each resource for some fraction of the time. While the fractions on a resource add up to s > 1, flows that
-use it run at 1 / s of full speed; the speed of a flow is that of its slowest resource.
+A flow at full speed uses each resource (port or card) for some fraction of the time. While the fractions of a resource
+add up to s > 1, its flows run at 1 / s of full speed; a flow is as slow as its slowest resource allows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 # Tolerates rounding.
 FULL = 1 + 1e-9
 
-Used = tuple[tuple[int, float], ...]  # (resource, part)
+Used = tuple[tuple[int, float], ...]  # (resource, fraction of the time)
 
 
 class Flow:

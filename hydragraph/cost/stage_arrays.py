@@ -2,7 +2,7 @@
 
     K  kinds of pipelines;  S  stages of the deepest kind;  R  kinds of ranks in a stage
     W  windows and chunks of attention
-    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per pair of each W
+    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `Reach.pairs`
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
 A micro-batch is described by sum l^2, sum l and W sums of `Reach.pairs`. Tables and measured links are approximated
@@ -55,7 +55,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
 
     Args:
         count: maximum number of micro-batches of a pipeline.
-        shortest: minimum tokens of a micro-batch, to compute lower bounds; None: compute approximations.
+        shortest: if given, compute lower bounds for micro-batches of at least `shortest` tokens; None: approximate.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
     arrays = [_kind(kind, shortest, reaches) for kind in kinds]
@@ -124,7 +124,7 @@ def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) 
     return seconds, all(map(_faithful, stages))
 
 
-Span = tuple[int, int] | None  # tokens of a lower bound's line; None: approximate
+Span = tuple[int, int] | None  # (fewest, most) tokens of a lower bound; None: approximate
 
 
 def _added(parts: Parts, span: Span, reaches: Sequence[Reach]) -> Floats:
@@ -168,7 +168,7 @@ def _faithful(stage: StageCost) -> bool:
 
 @compiled
 def pairs_of(window: float, chunk: float, length: float) -> float:
-    """Return `Reach.pairs` of a window and a chunk, infinite if there is none."""
+    """Return `Reach.pairs` for a window and a chunk size (infinite: no limit)."""
     pairs = 0.0
     if length >= chunk:
         near = min(window, chunk)

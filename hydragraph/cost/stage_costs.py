@@ -64,7 +64,7 @@ class Ring:
         return max(0.0, self.times * each - self._beside_products(each / self.pieces, 1) - self.hidden)
 
     def _beside_products(self, each: float, tokens: int) -> float:
-        """Return the seconds of pieces that run during products; a piece takes `each` seconds."""
+        """Return the seconds of sums that overlap with products; the sum of a piece takes `each` seconds."""
         further = self.pieces - 1
         return sum(times * further * min(each, tokens * product_s / self.pieces) for times, product_s in self.beside)
 
@@ -76,7 +76,7 @@ class Hop:
     Attributes:
         links: links of the slowest rank's consecutive messages.
         sharing: largest number of messages through one card.
-        part: fraction of a hidden state that each message sends.
+        part: factor of the bytes of each message (`Corrections`).
     """
 
     links: tuple[Interconnect, ...]

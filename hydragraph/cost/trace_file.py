@@ -43,7 +43,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of a real run; `ranks` has the events of all steps."""
+    """A trace of a real run; `ranks` has each rank's events of all steps."""
 
     steps: tuple[TracedStep, ...]
     ranks: tuple[tuple[TraceEvent, ...], ...]

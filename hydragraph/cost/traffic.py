@@ -188,7 +188,7 @@ class Roads:
         return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return the seconds of concurrent messages of one size between disjoint pairs, and their resources."""
+        """Return the seconds of concurrent, equal messages between disjoint pairs, and (resource, fraction) pairs."""
         if pairs not in self._ways_of:
             self._ways_of[pairs] = self._ways(pairs)
         seconds = 0.0

@@ -42,7 +42,7 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
     if not staged and stays(owners, users):
-        return MessageBytes(0, incoming)  # concatenated or cast, these are the weights
+        return MessageBytes(0, incoming)  # the local values, concatenated or cast, are the weights
     copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
     return MessageBytes(copied * itemsize, incoming)
 
@@ -104,5 +104,5 @@ def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
 
 
 def _in_order(at: Ints, length: Ints, size: int) -> bool:
-    """Return whether consecutive pieces form the whole buffer."""
+    """Return whether slices at `at`, in order, fill a buffer of `size` elements."""
     return bool((at == length.cumsum() - length).all()) and int(length.sum()) == size
