@@ -1,4 +1,4 @@
-"""AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
+"""AdamW for flat fp32 shards and the 16-bit copies that are sent to other ranks, in one pass over memory.
 
 The operations are in the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
@@ -40,7 +40,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     if MAXIMIZE:
         gradient = -gradient
     moment = tl.load(moments + index, mask=inside, other=0.0)
-    # The two forms of torch.lerp.
+    # torch.lerp computes `near` if its weight is below 0.5, else `far`.
     near = moment + first_rate * (gradient - moment)
     far = gradient - (gradient - moment) * (1.0 - first_rate)
     moment = tl.where(first_rate < 0.5, near, far)
@@ -65,7 +65,7 @@ class AdamWSettings:
     maximize: bool = False
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's scalars for a step, counted from 1."""
+        """Return the kernel's scalars for a step; the first step is 1."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -74,7 +74,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One flat parameter with its AdamW state: contiguous 1-D fp32 tensors of equal length; `copy` has 16 bits."""
+    """One flat parameter with its AdamW state: contiguous 1-D tensors of equal length, fp32 except `copy`."""
 
     weight: Tensor
     gradient: Tensor
@@ -97,7 +97,7 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Apply one AdamW step in place to weights, moments, squares and copies.
 
     Raises:
-        Unsupported: a tensor is not flat, contiguous and fp32 (a copy: bf16 or fp16), or is on another device.
+        Unsupported: a tensor is not flat, contiguous and fp32 (a copy: bf16 or fp16), or devices differ.
     """
     _apply([run for _, run in _checked_runs(shards)], settings)
 
@@ -126,10 +126,10 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's fused operator on a CPU, so that each new weight depends bitwise only on its own values.
+    """Run PyTorch's fused operator on a CPU, so that the bits of a new weight do not depend on its place in a shard.
 
-    The operator rounds the last elements of a vector differently, so the last elements of all shards are joined to one
-    vector, which is padded.
+    The operator rounds the elements after the last multiple of 16 differently, so these elements of all shards are
+    joined and padded.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -225,11 +225,11 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """Joined parameters of a group, kept from its last step and reused in a step with the same tensors.
+    """Joined shards of a parameter group; the next step reuses them if its tensors are the same.
 
     Attributes:
-        marks: addresses of parameters, gradients and states.
-        next: expected step counters.
+        marks: addresses and shapes, by which a step recognizes the tensors.
+        next: step counters that the next step must have.
         runs: joined shards, each with the index of its first parameter.
     """
 
@@ -259,13 +259,13 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; a copy of the optimizer needs its own call of `copy_to`."""
+        """Restore a copied or unpickled optimizer, without the tensors of `copy_to`, which must be called again."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Make later steps also write the new weights to 1-D 16-bit tensors of the parameters' lengths."""
+        """Make later steps also write each parameter's new weights to its 1-D 16-bit tensor of equal length."""
         self._copies = dict(copies)
 
     @property

@@ -1,6 +1,7 @@
-"""Backends of `varlen_attention`, chosen by the tensors or forced by name.
+"""Backends of `varlen_attention`, chosen by device, dtype and settings, or forced by name.
 
-All backends save the same log-sum-exp, so any backend can run another backend's backward.
+Shapes are as in `varlen_attention`. All backends save the same log-sum-exp, so any backend can run another backend's
+backward.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class AttentionCall:
     """Sequences and settings of a call.
 
     Attributes:
-        starts: [N + 1], the start of each sequence, then T.
+        starts: [N + 1], the start of each sequence, then the number of tokens.
         longest: length of the longest sequence, 0-d int64 on the CPU; 0 if unknown.
     """
 
@@ -70,7 +71,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
     """Force the backend of `varlen_attention`, including its backward, in this context.
 
     Args:
-        name: "flash_attn", "torch", "triton" or "loop"; None: choose by the tensors.
+        name: "flash_attn", "torch", "triton" or "loop"; None: the first that supports the call.
 
     Raises:
         ValueError: the name is unknown.
@@ -103,7 +104,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Back
     raise Unsupported(
         f"no backend for {q.dtype} heads of size {q.shape[2]} on {q.device} ({'; '.join(refusals)})",
         where="varlen_attention",
-        remedy="use attention_backend(None) to choose by the tensors" if name else "use bf16 on CUDA, or use the CPU",
+        remedy="use attention_backend(None) to choose any backend" if name else "use bf16 on CUDA, or use the CPU",
     )
 
 
@@ -114,7 +115,7 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
 
 
 class _Flash(ABC):
-    """Flash kernels of a library, which use int32 bounds and a log-sum-exp [Hq, T]."""
+    """Base of backends whose flash kernels take int32 bounds and return a log-sum-exp [Hq, T]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.settings)
@@ -182,7 +183,7 @@ class _TorchFlash(_Flash):
         return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        # Unused without dropout.
+        # The kernel does not use the random state without dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
         unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -271,7 +272,7 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, number of sequences) of every run of equally long sequences."""
+    """Yield (begin, end, number of sequences) of every run of consecutive, equally long sequences."""
     for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
         sequences = list(run)
         yield sequences[0][0], sequences[-1][1], len(sequences)
@@ -310,7 +311,7 @@ def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
     """Return bounds and maximum lengths of queries and keys, and the dropout probability 0."""
     bounds = call.starts.to(torch.int32)
-    most = int(call.longest) or int(call.starts.diff().max())  # may wait for the device
+    most = int(call.longest) or int(call.starts.diff().max())  # reading `max` waits for the device
     return bounds, bounds, most, most, 0.0
 
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences with dropout of its probabilities, in plain PyTorch.
 
-In the mask (`hydragraph.kernels.dropout`), a row is a query's token, and a feature is a head together with a key's
-position.
+The mask is as in `hydragraph.kernels.dropout`, with the queries as tokens, and pairs of a head and a key's position as
+features.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _POSITIONS = 24  # bits of a feature for the key's position
 
 
 def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:
-    """Return the factor of each probability, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p).
+    """Return each probability's factor, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p); 1 without dropout.
 
     Args:
-        keys: dropout keys of the queries' tokens, [L, 2].
+        keys: dropout keys of the L queries, [L, 2].
         heads: increasing numbers of the heads, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
@@ -42,7 +42,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of a sequence; softmax and mask are [L, L]."""
+    """One head of a sequence of L tokens; `softmax` and `factor` are [L, L]."""
 
     rows: slice
     query: int
@@ -71,7 +71,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float,
     keys: Tensor | None, block: Tensor | None, first: Tensor | None, p: float, call: int, unit: int,
 ) -> Tensor:  # fmt: skip
-    """Compute attention with dropout; `keys`, `block` and `call` as for `hydragraph::dropout`.
+    """Compute attention with dropout; `keys`, `block` and `call` are as in `hydragraph::dropout`.
 
     Args:
         first: number of this rank's first head, times `unit`, 0-d int64 on the CPU; None: this rank has all heads.

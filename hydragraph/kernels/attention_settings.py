@@ -48,14 +48,14 @@ def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tenso
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     """Split sequences after every `chunk` tokens.
 
-    No length is copied from the device: the parts of sequence n begin at index starts[n] // chunk + n, and some parts
-    are empty.
+    The result's size does not depend on lengths, so no length is copied from the device: the parts of sequence n begin
+    at index starts[n] // chunk + n of the result, and some parts are empty.
 
     Args:
-        starts: [N + 1], the start of each sequence, then T.
+        starts: [N + 1], the start of each sequence, then `tokens`.
 
     Returns:
-        [T // chunk + N + 1], like `starts`.
+        [tokens // chunk + N + 1], like `starts`.
     """
     slots = torch.arange(tokens // chunk + len(starts), device=starts.device, dtype=starts.dtype)
     first = starts // chunk + torch.arange(len(starts), device=starts.device, dtype=starts.dtype)

@@ -33,7 +33,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tilings:
-    """Tilings by kernel."""
+    """Tilings of the forward kernel and of the backward kernels over queries and over keys."""
 
     forward: Tiling
     queries: Tiling
@@ -41,7 +41,7 @@ class Tilings:
 
 
 # Padded head size -> tilings that neither spill registers nor exceed the shared memory: 227 KB on Hopper and Blackwell
-# data center GPUs, 99 KB on other GPUs since Ampere.
+# data center GPUs, at least 99 KB on other GPUs since Ampere.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),

@@ -1,4 +1,4 @@
-"""Short causal convolution of each channel along the tokens, within packed sequences.
+"""Short causal convolution of each channel over the last K tokens, within packed sequences.
 
 y_t = bias + sum_j weight_{K - 1 - j} x_{t - j},      j = 0 ... K - 1, while t - j is in the same sequence
 """
@@ -28,10 +28,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor)
     """Convolve each channel within each sequence; return [T, C].
 
     Args:
-        x: [T, C].
-        weight: [C, K]; its last column belongs to the token itself.
+        x: [T, C], T tokens of C channels.
+        weight: [C, K]; its last column multiplies the token itself.
         bias: [C].
-        cu_seqlens: [N + 1].
+        cu_seqlens: [N + 1], the start of each sequence, then T.
     """
     tokens, taps = x.shape[0], weight.shape[1]
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)

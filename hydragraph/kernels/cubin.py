@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources per thread; the stack contains spilled registers, unless the kernel has arrays."""
+    """Resources per thread; if the kernel has no local arrays, the stack contains only spilled registers."""
 
     registers: int
     stack_bytes: int

@@ -1,4 +1,4 @@
-"""Order-independent sums: numbers are rounded to multiples of fixed powers of two, which are summed exactly.
+"""Order-independent sums: each number is split into multiples of powers of two, and the multiples are summed exactly.
 
     x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both rounded to nearest; rest: dropped
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**13  # bound of the summands
+LARGEST = 2.0**13  # maximum absolute value of a summand
 MOST = 2**16  # number of summands for which 53 bits suffice
 GRIDS = (2.0**-24, 2.0**-62)
 LOSS_GRIDS = (2.0**-16, 2.0**-54)  # for sums up to 2^37
@@ -86,7 +86,7 @@ def scale_of(largest: float) -> float:
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
     """Return the sum of (scale x)^2 over all elements, divided among SQUARE_GRIDS, [3] float64.
 
-    If all scaled elements are below 1, the sums of parts add up to the total exactly.
+    If all scaled elements are below 1, the results of parts of the vectors add up exactly to the result of all.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

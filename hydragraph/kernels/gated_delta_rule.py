@@ -5,7 +5,7 @@ With keys and queries of length 1, a head's state S [K, V] starts at zero in eve
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,      o_t = S_t^T q_t / sqrt(K)
 
 (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024). Chunks of 64 tokens are computed with matrix products. With
-e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j for j <= i, else 0, and S the state before a chunk of n tokens,
+e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j if j <= i, else 0, S the state before n tokens, and W the written values,
 
     (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
@@ -66,7 +66,7 @@ class _Chunk:
         since: e [H, n, 1].
         left: e_n / e [H, n, 1].
         decays: D [H, n, n].
-        system: the triangular matrix [H, n, n].
+        system: strictly_lower(beta K K^T * D) [H, n, n].
     """
 
     q: Tensor

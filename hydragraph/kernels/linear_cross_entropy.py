@@ -1,10 +1,10 @@
-"""Fused product and loss of the head in chunks of tokens, without materializing the [T, V] logits.
+"""Logits of the output head and their loss, computed in chunks of tokens instead of as one [T, V] tensor.
 
-A chunk's logits are reduced to a loss, turned into their gradient in place, and multiplied into the gradients of the
-hidden states and the head (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024).
+A chunk's logits are reduced to a loss and overwritten by their gradient, from which the gradients of the hidden states
+and of the head are computed (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024).
 
 If the vocabulary is sharded, a rank has the rows [first, first + V) of the head, and `exchange` combines the ranks'
-statistics. Label smoothing s over N classes:
+statistics. For a token's logits z, with label smoothing s over N classes:
 
     loss = log(sum exp(z)) - (1 - s) z_label - s / N sum z      gradient = softmax(z) - (1 - s) one_hot - s / N
 

@@ -1,6 +1,6 @@
-"""Fused product and loss of the head in chunks of tokens, with one cross-entropy per token.
+"""Logits of the output head in chunks of tokens, and one cross-entropy per token.
 
-The losses' factors [T] are known only in the backward, which computes the logits again:
+Each loss's gradient, its `factor`, is known only in the backward, which computes the logits again:
 
     forward     logits of a chunk -> losses, lse
     backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients

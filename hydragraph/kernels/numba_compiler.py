@@ -1,7 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and read-only folders.
 
-numba's own cache fails imports if it has no folder, raises pickle errors for truncated files, runs machine code with a
-flipped bit, ignores changes of imported functions, and compiles again in every environment.
+numba's own cache makes imports fail if it has no folder, raises pickle errors for truncated files, runs machine code
+with a flipped bit, ignores changes of imported functions, and compiles again in every environment.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _POLL_S = 0.05
 
 
 def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = False) -> Any:
-    """Compile a function with numba on its first call, once per user and version, as a decorator.
+    """Decorate a function that numba compiles on its first call, once per user and version.
 
     Args:
         quick: compilation takes a second at most, so it is not announced.
-        shared: Python and compiled functions both call it; otherwise, compiled callers get a version without the
-            slowly compiling conversion of Python's arguments.
+        shared: Python and compiled functions both call it; otherwise, compiled callers get a version that does not
+            convert Python's arguments, which compiles slowly.
     """
     # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
@@ -54,7 +54,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # Otherwise, every combination of constants would be compiled.
+    # Otherwise, numba would compile a version for every combination of constant arguments.
     dispatcher.get_call_template = without_constants
     dispatcher.get_overload = inner.get_overload
     try:
@@ -74,7 +74,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """In this context, wait for code that other processes compile, until `ended` returns True."""
+    """In this context, a call waits for other processes to compile its function, until `ended` returns True."""
     _others.append(ended)
     try:
         yield
@@ -84,7 +84,7 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _dump(self, value: Any) -> bytes:
-        # pickle ignores the hash, so numba can still read the file.
+        # pickle ignores the appended hash, so numba can still read the file.
         data: bytes = super()._dump(value)
         return data + hashlib.sha256(data).digest()
 

@@ -33,7 +33,7 @@ def key_of(seed: int, step: int) -> int:
 
 
 def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    """Return the keys of packed sequences, [1, T, 2] int64; the number -1 switches dropout off."""
+    """Return the keys of packed sequences, [1, T, 2] int64; a sequence with number -1 has no dropout."""
     tokens = torch.cat(
         [torch.arange(n) + (i << 32) if i >= 0 else torch.full((n,), -1) for n, i in zip(lengths, numbers, strict=True)]
     )

@@ -31,7 +31,7 @@ _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17  # elements that fit in a core's cache
-MANY = 256  # number of ranges for which Python is too slow
+MANY = 256  # from this number of ranges on, a Python loop is too slow
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]
@@ -65,7 +65,7 @@ def _write(  # type: ignore[no-untyped-def]
     source, target, origins, to, first, count, within, inside,
     UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write the elements at a tile's only origin, or the sum over its origins, to the pointers `to`."""
+    """Write a tile to the pointers `to`: source elements from its only origin, or the sum over its origins."""
     element = target.dtype.element_ty
     if SUMS:
         value = tl.load(to, mask=inside)
@@ -102,11 +102,11 @@ def _slice_copy(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class SliceTable:
-    """Table of the ranges copied from one flat buffer to another, made once per link.
+    """Table of the ranges copied from one flat buffer to another, made once and used by many copies.
 
     Attributes:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
-        tiles: [tiles, 4] int64: target offset, length, first origin, number of origins.
+        tiles: [tiles, 4] int64: target offset, length, index of the first origin, number of origins.
         origins: [O] int64: source offsets, in the order of the ranges within a tile.
         aligned: number of aligned tiles, which come first and are measured in units of 8 elements.
         source_end, target_end: minimum size of each buffer.
@@ -161,7 +161,8 @@ class SliceTable:
             sums: target ranges may overlap, for `slice_copy(..., accumulate=True)`.
 
         Raises:
-            Unsupported: a tensor has another form, a number is negative, or target ranges overlap without `sums`.
+            Unsupported: a tensor has another dtype or shape, a number is negative, or target ranges overlap without
+            `sums`.
         """
         ranges = _checked(source, target, length)
         origins, targets, lengths, order = _disjoint(ranges[:, ranges[2] > 0])
@@ -194,7 +195,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
         accumulate: add to the target, which is fp32 or fp64, in the order of the table.
 
     Raises:
-        Unsupported: a tensor has another form, a buffer is too short, or ranges overlap without `accumulate`.
+        Unsupported: a buffer has another dtype or shape, a buffer is too short, or ranges overlap without `accumulate`.
     """
     _check(source, target, table, accumulate)
     if not len(table.tiles):
@@ -307,7 +308,7 @@ def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
     if len(set(sizes)) > 1:
         raise _refused(
             f"{sizes[0]} source offsets, {sizes[1]} target offsets, {sizes[2]} lengths",
-            "give one of each per range",
+            "pass one of each for every range",
             "slice_copy table",
         )
     ranges: Offsets = torch.stack([source, target, length]).numpy()
@@ -315,18 +316,18 @@ def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
         bad = int(np.argmax((ranges < 0).any(0)))
         raise _refused(
             f"range {bad} is (source, target, length) = {tuple(ranges[:, bad].tolist())}",
-            "offsets and lengths cannot be negative",
+            "pass offsets and lengths of at least 0",
             "slice_copy table",
         )
     return ranges
 
 
 def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
-    """Split [3, R] ranges at the start and end of every target range.
+    """Split [3, R] ranges into pieces whose target intervals are equal or disjoint.
 
     Returns:
-        Source offsets of the pieces, sorted by interval; target offsets and lengths of intervals; first piece of each
-        interval, [I + 1].
+        Source offset of each piece, sorted by interval; target offset and length of each interval; index of each
+        interval's first piece, [I + 1].
     """
     source, target, length = ranges
     bounds = np.unique(np.concatenate([target, target + length]))

@@ -1,8 +1,8 @@
 """Entropy of each token's distribution, as an operator that tensor parallelism can shard along the vocabulary.
 
-    H = log(sum_v exp(z_v - m)) - sum_v exp(z_v - m) (z_v - m) / sum_v exp(z_v - m),  with m the largest logit
+    H = log(sum_v exp(z_v - m)) - sum_v exp(z_v - m) (z_v - m) / sum_v exp(z_v - m)
 
-The operator has no gradient.
+The logits are z, and m is their maximum. The operator has no gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Deterministic attention over packed sequences in Triton, forward and backward.
+"""Deterministic attention over packed sequences in Triton, forward and backward; shapes are as in `varlen_attention`.
 
-FlashAttention-2 (Dao, 2023): the forward keeps the running maximum m and sum l of exp2(s - m) for each query row, and
-rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta = rowsum(out *
-grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. One kernel over query tiles computes
-dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
+FlashAttention-2 (Dao, 2023): the forward keeps the running maximum m and sum l of exp2(s - m) over a query row's scores
+s, and rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta =
+rowsum(out * grad). A cap c turns scores into c t, with t = tanh(s / c), and multiplies ds by 1 - t^2. One kernel over
+query tiles computes dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
 
 The grid depends only on T and N, so that no length is copied from the GPU: the slots for tiles of sequence n
 begin at starts[n] // tile + n, and programs of unused slots exit immediately.
@@ -61,7 +61,7 @@ def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-unt
 
 @Inlined
 def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return the first column, the first column that needs a mask, and the end of the columns."""
+    """Return the first key column of a tile of rows, the first column that needs a mask, and the end of the columns."""
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
@@ -270,14 +270,14 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
         grad_at = grad + head * grad_head
         delta_at = delta + head * tokens + first
         mass_at = lse_log2 + head * tokens + first
-        # A loop without a mask would need more registers.
+        # A second loop, for columns without a mask, would need more registers.
         for m in tl.range(begin, until, ROWS):
             rows = m + inner
             in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]
             in_grad = (rows < length)[:, None] & (dims < SIZE)[None, :]
             queries = tl.load(q_at + (first + m) * q_token + q_tile, mask=in_q, other=0.0)
             grads = tl.load(grad_at + (first + m) * grad_token + grad_tile, mask=in_grad, other=0.0)
-            # exp2(-inf) is 0.
+            # An lse of inf makes p = exp2(-inf) = 0.
             mass = tl.load(mass_at + rows, mask=rows < length, other=float("inf"))
             shift = tl.load(delta_at + rows, mask=rows < length, other=0.0)
             scores = tl.dot(keys, queries, input_precision=PRECISION) * scale_log2
@@ -372,7 +372,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Yield every configuration for a capability; fp16 is like bf16."""
+    """Yield every configuration for a compute capability; fp16 is like bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for options in _OPTIONS:

@@ -86,7 +86,7 @@ def use_kernel(device: torch.device, where: str) -> bool:
     """Return whether to launch a Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
 
     Raises:
-        Unsupported: Triton is missing on CUDA; plain PyTorch would be silently slow.
+        Unsupported: Triton is missing on CUDA, where plain PyTorch would be silently slow.
     """
     if device.type == "cpu" and not _interpreted():
         return False  # looking for Triton takes 0.4 ms

@@ -186,7 +186,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return -sum over tokens of exp(sink - lse) (grad . out), [Hq]."""
+    """Return the sink's gradient [Hq]: minus the sum over tokens of exp(sink - lse) (grad . out)."""
     share = (sink.to(lse.dtype) - lse).exp()
     return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 
