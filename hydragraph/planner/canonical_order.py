@@ -1,6 +1,6 @@
 """Canonical order of ranks, independent of how nodes and devices are listed.
 
-Nodes, cards and devices are sorted, the fastest first.
+Nodes, their network cards, and devices are sorted, the fastest first.
 """
 
 from __future__ import annotations

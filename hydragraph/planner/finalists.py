@@ -1,4 +1,4 @@
-"""Selection of the few proposals whose owners and memory are determined (settled), by increasingly expensive steps:
+"""Selection of the few proposals that are settled (memory and owners of the state determined), in ever costlier steps:
 
 pipeline recurrence     every proposal: a lower bound on its time
 traffic of each card    every proposal: another lower bound
@@ -51,7 +51,7 @@ MANY = 64
 SAVES = 0.003
 # Maximum settled plans if nearly equal plans are compared.
 SETTLED = 6
-# Best proposals that are also tried with fewer pipelines.
+# Number of the best proposals that are also tried with fewer pipelines.
 LEANER = 3
 # Maximum proposals whose micro-batches are formed as in a run.
 CUT = 4
@@ -61,7 +61,7 @@ PROMISED = 0.97
 ROUGHLY = 0.95
 # Slowdown by pull and push above which other owners are tried.
 WAITING = 1.05
-# Duration of a simulation, as a multiple of an estimate's.
+# Duration of a simulation, as a multiple of an estimate's duration.
 SIMULATION = 40
 
 # Home -> bytes of state that change owner.
@@ -188,7 +188,7 @@ def finalists(
         near: also settle proposals within this fraction of the best time.
         until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
-        moved: returns the bytes that change owner, to order proposals within `near`; None: order by time.
+        moved: home -> bytes that change owner, by which proposals within `near` are ordered; None: ordered by time.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)

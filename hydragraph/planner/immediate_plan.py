@@ -1,8 +1,8 @@
 """A good plan within a fraction of a second, for a run that waits for a plan.
 
-Candidates are the running and earlier strategies without lost ranks; the running strategy with layers by rates, with
-and without slow ranks or their pipelines; and, for equal sequences of a typical length, the search's results and equal
-pipelines in node order. Memory is checked from the fastest candidate on, until one fits.
+Candidates are the running and earlier strategies without lost ranks; the running strategy with layers divided by the
+devices' rates, with and without slow ranks or their pipelines; and, for equal sequences of a typical length, the
+search's results and equal pipelines in node order. Memory is checked from the fastest candidate on, until one fits.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def plan_at_once(
     """Return the best strategy found within about `deadline_s`, if any.
 
     Args:
-        others: further candidates, the running strategy first; ranks outside the cluster are lost.
-        deadline_s: after this time, only the first `FEWEST` estimates start.
+        others: further candidates, the running strategy first; ranks outside the cluster count as lost.
+        deadline_s: after this time, no estimate starts except the first `FEWEST`.
     """
     began = time.monotonic()
     batch = sample(workload)

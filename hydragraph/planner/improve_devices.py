@@ -141,8 +141,8 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # All nodes at once, possibly except one or all nodes of a kind: the slowest pipeline determines the traffic's
-        # time.
+        # Split all nodes at once, possibly except one or all nodes of a kind: the slowest pipeline determines the
+        # traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:

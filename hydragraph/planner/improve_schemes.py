@@ -69,7 +69,7 @@ def climbed(
 ) -> Strategy:
     """Improve a strategy on a group of mini-batches; the result still fits sequences of `reach` tokens.
 
-    The costs of unequal pipelines are ignored, because several exchanges may outweigh them.
+    The additional cost of unequal pipelines is ignored, because several exchanges together may outweigh it.
     """
 
     def price(strategy: Strategy) -> float:

@@ -54,8 +54,8 @@ def nothing_fits(
         first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
     else:
         why = (
-            "no pipeline of these devices holds the model: its state alone takes "
-            f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, and each stage adds weights, gradients and activations"
+            f"no pipeline of these devices holds the model: the state alone takes {state / 1e9:.3g} GB of the devices' "
+            f"{room / 1e9:.3g} GB, and each stage adds weights, gradients and activations"
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)

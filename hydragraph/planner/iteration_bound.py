@@ -1,13 +1,13 @@
 """Lower bound on the iteration time of any plan.
 
-A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds, at least w(type, block).
-In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d device-seconds. The bound is the least T in
-which all blocks of all sequences can be distributed: a linear program.
+A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds, at least the minimum
+w(type, block) of all groups. In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d device-seconds.
+The bound is the least T for which all blocks of all sequences can be divided among the types: a linear program.
 
 The bound is at least a sequence's fastest pass through all blocks, with input gradients only (zb-h1).
 
 With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) times the time
-without stragglers.
+without stragglers, for n stragglers of rates x among N devices.
 """
 
 from __future__ import annotations

@@ -78,8 +78,9 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
     """Return an approximate best assignment of equal sequences, ignoring memory.
 
-    A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A per sequence and c
-    per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
+    A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A seconds per
+    sequence and c seconds per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1)
+    c.
     """
     kinds = _kinds(pipeline_costs(costs, strategy, ANY), lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)

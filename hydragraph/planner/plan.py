@@ -142,7 +142,7 @@ class Plan:
         smallest = min(self.memory[rank] for rank in self.strategy.devices)
         if most < smallest:
             return f"their {most / 1e9:.3g} GB are less than the {smallest / 1e9:.3g} GB that each working rank needs"
-        return "no plan with any of them was found that fits"
+        return "none of the plans found with any of them fits"
 
     def __str__(self) -> str:
         return self.explain()
@@ -191,7 +191,7 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` before the costs, which take long.
+    """Check the arguments of `plan` before the costs are computed, which takes long.
 
     Raises:
         ValueError: an invalid method, solver or deadline.
@@ -243,7 +243,7 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # The order by healthy rates does not change if a rank becomes slow, so it keeps its state.
+    # The order by healthy rates does not change if a rank becomes slow, so the rank keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
@@ -354,7 +354,7 @@ def _extended(
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Settle the candidates of each search separately: "auto" is never worse than one search."""
+    """Settle the candidates of each search separately, so that "auto" is never worse than any of them."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)

@@ -55,7 +55,8 @@ class Decision:
         if self.dynamic:
             return f"a strategy is chosen every iteration: {what} is expected"
         return (
-            f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, under {gain:.1%}"
+            f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, but at least "
+            f"{gain:.1%} less is required"
         )
 
 

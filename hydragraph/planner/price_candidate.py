@@ -246,8 +246,8 @@ def owners(
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state, and every rank's peak memory.
 
-    The memory of messages is proportional to an owner's share. If stages stream, a window limits messages, so memory is
-    found by walking through the instructions.
+    The memory of messages is proportional to an owner's share. If stages stream, only some messages are in memory at a
+    time, so memory is found by walking through the instructions.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
@@ -337,9 +337,9 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return each rank's message bytes if it owned all state (at peak activations, at the end), and gradient bytes.
+    """Return each rank's message bytes at the peak and at the end, if it owned all state, and its gradient bytes.
 
-    Sent weights stay in memory until the commit; gradients of later stages arrive during computation.
+    Weights that an owner sent stay in memory until the commit; gradients of later stages arrive during computation.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]

@@ -2,8 +2,8 @@
 
 memory budgets   the largest budgets that fit, for stages that recompute; later stages first
 schedules        another schedule that the run can use, such as zb-h1
-interleaving     each device runs several stages, with owners chosen again
-sums in pieces   for stages that become faster with their micro-batches
+interleaving     each device runs several stages; the owners of the state are chosen again
+sums in pieces   for stages whose micro-batches this makes faster
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydragraph.spec.strategy import Strategy
 BUDGETED = 2
 # Maximum groups of stages; budgets are chosen group by group.
 GROUPS = 4
-# Number of interleaved plans, and the minimum fraction of the time that interleaving can reach.
+# Number of plans to interleave, and the assumed minimum fraction of a plan's time that remains with interleaving.
 INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
 # Numbers of stages per device, tried in turn while the time decreases.

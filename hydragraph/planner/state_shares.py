@@ -1,4 +1,4 @@
-"""Home of a plan: owners by rank or by block, limited by memory, and balanced by speed and link.
+"""Home of a plan: owners of the state by rank or by block, limited by memory, and balanced by speed and link.
 
 Rank r needs s_r k_r seconds for its fraction s_r of the state; T is the largest of these times. The fractions are s_r =
 min(room_r, T / k_r) for the least T such that they add up to 1.

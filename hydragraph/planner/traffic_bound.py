@@ -1,7 +1,8 @@
 """Lower bound on an iteration's time from the traffic of network cards, for any owners of the state.
 
-Tensor-parallel groups must be in one node. Let stages on node n pull w_n bytes of a block's weights and push g_n of its
-gradients, summed over pipelines; W and G are their sums over nodes. Let n own a fraction f_n of the block's state. Then
+Tensor-parallel groups must be in one node. Let stages on node n pull w_n bytes of a block's weights and push g_n bytes
+of its gradients, summed over pipelines; W and G are their sums over nodes. Let n own a fraction f_n of the block's
+state. Then
 
     n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)

@@ -1,16 +1,18 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Each round dispatches sequences as if every pipeline ran the best number of equal micro-batches (`local_search.finish`,
-FORMED), then packs each pipeline's share. The next round corrects the ends by the difference.
+Each round assigns sequences to pipelines as if every pipeline ran the best number of equal micro-batches
+(`local_search.finish`, FORMED), then packs each pipeline's sequences into micro-batches. The next round corrects each
+pipeline's assumed end by its difference from the packed end.
 
-The rounds use an envelope: every stage is as slow as the slowest stage, and filling and draining take (PP - 1) times
-the largest micro-batch. The best result is improved with the actual schedule (`schedule_search`).
+The rounds assume that every one of the PP stages is as slow as the slowest, and that filling and draining the pipeline
+take (PP - 1) times as long as its largest micro-batch. The best result is improved with the actual schedule
+(`schedule_search`).
 
 Equations of Hydraulis -> functions:
 
     section 6, dispatch, then pack                                      `enveloped`
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimized by `formed`
-    a lower bound on this sum for any V (ours)                           `formed_room`
+    a lower bound on this sum for any number V of micro-batches (ours)   `formed_room`
     the schedule's end, and a lower bound on this end (ours)             `improved`, `bound_pipelines`
 """
 
@@ -76,10 +78,11 @@ def assign(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        deadline_s: seconds after which no further improvement starts; 0: no search; None: the search is deterministic.
+        deadline_s: seconds after which no further improvement starts; 0: no search; None: no limit, so the result is
+            deterministic.
 
     Raises:
-        Unsupported: a sequence is longer than every MaxLen, or a scheme is not in the profile.
+        Unsupported: a sequence is longer than every pipeline's MaxLen, or a scheme is not in the profile.
     """
     return assign_pipelines(profile.pipelines(schemes), lengths, deadline_s, effort=effort, seed=seed)
 
@@ -194,7 +197,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Micr
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Divide each share into micro-batches; also return the seconds by Appendix D.1 [P]."""
+    """Divide each pipeline's sequences into micro-batches; also return its seconds by Appendix D.1 [P]."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -222,11 +225,11 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
 
 
 def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> MicroBatchCut:
-    """Improve an assignment by its schedule; the result is never worse."""
+    """Improve an assignment with the actual schedule; the result is never worse."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # The search approximates cost tables, but exact tables decide.
+    # The search approximates the cost tables, so the exact tables decide which assignment is better.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
@@ -263,8 +266,9 @@ def _least_cost(problem: AssignmentProblem) -> Floats:
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
     """Return a function of z: the work that a pipeline of each kind can finish by z, for any V >= 1.
 
-    The work `sum` satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
-    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
+    With V micro-batches of fixed cost c, `sum` satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V
+    is sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP -
+    c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])

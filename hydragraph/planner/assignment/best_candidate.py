@@ -1,6 +1,7 @@
 """Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Candidates are assigned in the order of their lower bounds; a candidate whose bound exceeds the best time is skipped.
+Sequences are assigned to each candidate strategy in the order of the strategies' lower bounds; a candidate whose bound
+exceeds the best time is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Verdict:
     """Result of one candidate.
 
     Attributes:
-        seconds: expected seconds, including `charge`; infinite if the candidate was not assigned.
+        seconds: expected seconds, including `charge`; infinite if no assignment was computed.
         bound: lower bound on `seconds`.
         charge: seconds of an iteration beyond the slowest pipeline.
         why: reason why the candidate lost; "" for the winner.

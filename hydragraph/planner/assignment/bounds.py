@@ -1,8 +1,8 @@
 """Lower bound on the last pipeline's end: the linear relaxation over kinds of pipelines.
 
 Minimize theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x, sum_i min_t
-lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every reachable z. The linear program, on groups of
-similar lengths, only finds good prices.
+lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every z by which some assignment ends. The linear
+program, on groups of similar lengths, only finds good prices.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
@@ -12,15 +12,15 @@ similar lengths, only finds good prices.
     lambda       [K]     `prices`: the duals of the capacities
 
 `schedule_bound` adds bounds from the schedule, for kinds whose backward is one action (`HOLDS_FOR`). If the shortest of
-some sequences takes t seconds to reach a stage forward, and u to return backward, the pipeline ends no earlier than t +
-u plus these sequences' time on the stage. Bounds for all sequences above some length:
+some sequences takes t seconds to reach a stage forward, and u seconds to return from it backward, the pipeline ends no
+earlier than t + u plus these sequences' time on the stage. Bounds for all sequences above some length:
 
     divided     the relaxation, with room z - t - u on each pipeline
-    pigeonhole  each pipeline finishes a whole number of the p longest by z; together, pipelines must finish p
+    pigeonhole  by z, each pipeline finishes a whole number of the p longest sequences, and all pipelines together p
     alone       no sequence ends earlier than alone on its best pipeline
 
-Example: two one-stage pipelines, sequences of 4, 3 and 3 seconds. The first bound is 5, but two sequences share a
-pipeline and take at least 6. The bounds are ours.
+Example: two one-stage pipelines, sequences of 4, 3 and 3 seconds. The relaxation gives 5, but two sequences share a
+pipeline and take at least 6. These bounds are ours.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Least:
     Attributes:
         work: seconds of each sequence [n, K], infinite if it does not fit.
         overhead: fixed seconds of a micro-batch [K].
-        prefixes: last index of each examined prefix [p], ascending.
+        prefixes: last index of each examined prefix of the sorted sequences [p], ascending.
         fill: seconds of each prefix's shortest sequence on other stages [p, K].
     """
 

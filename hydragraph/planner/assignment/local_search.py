@@ -1,4 +1,4 @@
-"""Assignment of sequences to pipelines: longest first, then local search with kicks (compiled).
+"""Assignment of sequences to pipelines: longest first, then local search with random moves, called kicks (compiled).
 
     n  sequences, sorted by length, descending
     P  pipelines
@@ -16,8 +16,8 @@ The end of a pipeline depends only on its work, its tokens and its longest seque
 Equations of Hydraulis -> functions:
 
     Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
-    Eq. 1, if its V micro-batches were equal           `finish` in mode FORMED, for the best V
-    Eq. 3, the largest over pipelines                  `quick_end`; `descend` and `kick` reduce it
+    Eq. 1, for V equal micro-batches                   `finish` in mode FORMED, for the best V
+    Eq. 3, the latest end of all pipelines             `quick_end`; `descend` and `kick` reduce it
     Alg. 1, greedy trials in shuffled orders           `greedy`
 """
 
@@ -38,7 +38,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 # Columns of `terms`.
-BUBBLE = 0  # PP - 1
+BUBBLE = 0  # PP - 1, with PP stages
 FIXED = 1  # seconds to add
 QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
 LINEAR = 3
@@ -53,7 +53,7 @@ FORMED = 1.0
 SINGLE = 2.0
 
 NEAR = 16
-# Fraction of the last end that a step must save: rounding must not keep the search running.
+# Fraction of the last end that a step must save, so that rounding does not keep the search running.
 LEAST_GAIN = 1e-12
 # The same fraction for more than MANY sequences, for which steps are slower.
 MANY = 4096
@@ -142,7 +142,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
         changed: pipelines to recompute [P]; all False afterwards.
     """
     n = len(placed)
-    # Sums are recomputed, not updated: equal assignments have bitwise equal ends.
+    # Sums are recomputed, not updated, so that equal assignments have bitwise equal ends.
     for p in range(len(changed)):
         if changed[p]:
             state.loads[p] = 0.0

@@ -7,7 +7,8 @@
     PP       stages
     placed   [n]  the micro-batch of each sequence; -1: none
 
-V micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns sequences to them.
+V micro-batches are like V equal pipelines that accept at most MaxLen tokens, so `local_search` assigns sequences to
+them.
 
 Equations of Hydraulis -> functions:
 
@@ -58,10 +59,10 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 
 @compiled
 def largest_at_least(work: Floats, count: int) -> float:
-    """Return a lower bound on the largest of `count` micro-batches.
+    """Return a lower bound on the work of the largest of `count` micro-batches.
 
-    For example, of the 2 count + 1 sequences with most work, three share a micro-batch. It has at least the work of the
-    smallest three.
+    For example, of the 2 count + 1 sequences with most work, three share a micro-batch. This micro-batch has at least
+    the work of the smallest three.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -124,7 +125,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
     Args:
         terms: coefficients of the pipeline's kind; see `local_search`.
-        kicks: kicks for each V that is searched further.
+        kicks: number of kicks (`local_search.kick`) for each of the best V.
     """
     n = len(work)
     total = work.sum()
@@ -168,7 +169,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # Sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
+    # Three sequences of 3 tokens need 3 micro-batches of 5 tokens, although 9 tokens are less than 2 times 5.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:

@@ -41,7 +41,7 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """For all sequences that fit the same kinds: their greatest length, and these kinds."""
+        """For each set of sequences that fit the same kinds of pipelines: the greatest length, and the kinds."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
@@ -64,7 +64,7 @@ def problem_of(
     """Return the arrays of a mini-batch without empty sequences.
 
     Args:
-        formed: whether pipelines divide their work into micro-batches; if not, their ends follow Eq. 2.
+        formed: whether pipelines divide their work into micro-batches; if not, their ends follow Eq. 2 of Hydraulis.
         bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence) for "longest", (PP - 1) T(MaxLen) for "constant".
 
     Raises:

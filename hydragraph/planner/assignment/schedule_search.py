@@ -1,7 +1,7 @@
 """Improvement of an assignment by its actual schedule (compiled).
 
-Replays (`compiled_replay.replay`) are expensive, so only the pipeline that ends last is improved, by the first step
-that helps.
+Simulating a pipeline's schedule (`compiled_replay.replay`) is expensive, so only the pipeline that ends last is
+improved, by the first step that helps.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
     M            maximum number of micro-batches, equal to n
@@ -15,7 +15,7 @@ Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds.
     4 4 2 2  ends at 16
     2 4 4 2  ends at 14.67: the pipeline fills and drains with small micro-batches
 
-Steps of the pipeline that ends last:
+Steps that are tried for the pipeline that ends last:
 
     order  swap two micro-batches
     leave  move a sequence to an existing or new micro-batch of another pipeline
@@ -40,7 +40,7 @@ Bools = NDArray[np.bool_]
 
 # Fraction of the last end that a step must save: large savings first.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum forwards and backwards in a search.
+# Maximum forwards and backwards that a search simulates.
 TASKS = 500_000
 TRIAL = 20
 
@@ -64,9 +64,9 @@ class Draft(NamedTuple):
     Attributes:
         members, squares, tokens: sequences, sum l^2 and sum l of each micro-batch [M].
         near: sum of attention pairs within each reach [M + 2, W].
-        rows: seconds [M + 2, S, 5]; the last two rows, also of `near`, belong to trials.
+        rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, are for trials.
         busy: computing seconds [P, S].
-        spent: tasks so far [1].
+        spent: number of forwards and backwards simulated so far [1].
         trial: two trial orders [2, C + 1].
     """
 
@@ -345,7 +345,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return a lower bound on the seconds of q's busiest stage with sequence i and without k (-1: none)."""
+    """Return a lower bound on the seconds of pipeline q's busiest stage with sequence i and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -551,7 +551,7 @@ def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
 
 @compiled
 def restore(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy the arrays back; `recount` must follow."""
+    """Copy the arrays back; the caller must then call `recount`."""
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]
     plan.order[:] = kept[2]

@@ -1,7 +1,7 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
-Starting assignments: the rounded relaxation, longest first, Alg. 1, and longest first while random pipelines refuse
-long sequences.
+The search starts from the rounded relaxation, longest first, Alg. 1 of Hydraulis, and longest first with random
+pipelines that refuse long sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Effort:
 
     Attributes:
         kicks: number of kicks for up to 10 pipelines and `MANY` sequences; larger problems get fewer kicks.
-        enough: relative gap to the bound that ends the search.
+        enough: relative gap to the bound at which the search ends.
     """
 
     kicks: int = 50
@@ -42,7 +42,7 @@ DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Return the relaxation, raised to the bound of the hardest single sequence.
+    """Return the relaxation; its bound is at least the time of the hardest sequence alone.
 
     Args:
         cost: lower bound on seconds [n, K].

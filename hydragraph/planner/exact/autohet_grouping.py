@@ -1,12 +1,13 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
 Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
-with one entity per stage. A group of P stages runs K = M / D micro-batches, and is idle for the fraction rho = (P - 1)
-/ (K + P - 1) of the time. The program is
+with one entity per stage. A group of P stages runs K = M / D of the M micro-batches, and is idle for the fraction rho =
+(P - 1) / (K + P - 1) of the time. The program is
 
     maximize  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
-where every entity is in exactly one group, and every group has at least `least_memory` bytes.
+where x_ij is 1 if entity i is in group j, else 0; every entity is in exactly one group, and every group has at least
+`least_memory` bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
         raise ValueError(f"kinds are {list(kinds)}: give at least one, of positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
-        raise ValueError(f"micro_batches is {micro_batches}, least_memory {least_memory}: give numbers above 0")
+        raise ValueError(
+            f"micro_batches is {micro_batches}, least_memory {least_memory}: give at least 1 and at least 0"
+        )
     there = sum(k.memory * k.count for k in kinds)
     if there < least_memory:
         raise NothingHolds(
@@ -94,8 +97,8 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> Grouping:
     """Return the grouping with the most effective computing power, for small problems.
 
-    One integer program is solved for each number of groups; its products w_ij = z x_ij are linearized with
-    sum_j w_ij = z.
+    One integer program is solved for each number of groups; its products w_ij = z x_ij, with z = min_j G_j, are
+    linearized with sum_j w_ij = z.
 
     Args:
         micro_batches: M.

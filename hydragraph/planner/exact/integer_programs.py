@@ -38,7 +38,7 @@ def _cvxpy() -> Any:
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
     """Solve Eq. 3 for m[i, j] in {0, 1}: minimize max_j (sum_i m[i, j] cost[i, j] + b_j).
 
-    b_j is the bubble of pipeline j's longest sequence.
+    m[i, j] is 1 if sequence i is on pipeline j, and b_j is the bubble of pipeline j's longest sequence.
     """
     cp = _cvxpy()
     n = len(problem.lengths)
@@ -60,7 +60,7 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
 
 
 def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Solve Eq. 1: for each V, minimize max_j cost_j over o[i, j] in {0, 1}, with at most MaxLen tokens in each j.
+    """Solve Eq. 1: for each V, find V micro-batches of at most MaxLen tokens that minimize max_j cost_j.
 
     Returns:
         For the best V, the sequences of each micro-batch, and the seconds (PP - 1 + V) max_j cost_j.
@@ -72,7 +72,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    # A program for a single V is linear.
+    # For a fixed V, the program is linear.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):

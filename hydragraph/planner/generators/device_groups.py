@@ -1,8 +1,8 @@
 """Tensor-parallel groups inside nodes: groups of one degree for equal devices, small groups for stragglers.
 
-A group is as slow as its slowest device (Malleus: y = rho_k max x_g). For given sizes of groups, it is optimal to cut a
-node's devices, sorted from slow to fast, into consecutive groups (Malleus, theorem 1). The sizes do not decrease.
-Splits with the largest sum of 1 / y come first (theorem 2).
+A group of k devices takes y = rho_k max x_g seconds, with rho_k the seconds of k healthy devices, and x_g the rates of
+its devices (Malleus). For given sizes of groups, it is optimal to cut a node's devices, sorted from slow to fast, into
+consecutive groups of non-decreasing sizes (theorem 1). Splits with the largest sum of 1 / y come first (theorem 2).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float])
 def groupings(
     costs: Costs, prices: Prices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
 ) -> list[tuple[Group, ...]]:
-    """Return groupings: a degree per type of device, and the best splits of nodes with stragglers.
+    """Return groupings of the devices: a degree per type of device, and the best splits of nodes with stragglers.
 
     Args:
         split, symmetric: as in `malleus_autohet.Way`.

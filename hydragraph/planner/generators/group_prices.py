@@ -84,7 +84,7 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return factors for a stage's weight and gradient bytes that add messages: at peak activations, at the end.
+        """Return two factors that add messages to a stage's weight and gradient bytes: at peak activations, at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
@@ -100,7 +100,7 @@ class Prices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held` for equal stages, by micro-batches in flight and whether the stage is not first [layers + 1, 2, 2]."""
+        """`held` for equal stages, by micro-batches in flight and whether another stage precedes [layers + 1, 2, 2]."""
         rows = []
         for flying in range(1, self.layers + 1):
             behind = 1 - 1 / flying
@@ -205,7 +205,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return every running rank's bytes for its share of the state, in proportion to memory, and for a mini-batch."""
+    """Return every running rank's bytes for a mini-batch and for a share of the state in proportion to memory."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

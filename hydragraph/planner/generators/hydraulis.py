@@ -1,7 +1,7 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
 The paper computes t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the
-number of devices that need at most a time t for these sequences:
+least number of devices that process these sequences within a time t:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
@@ -16,7 +16,7 @@ where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisec
 Equations of Hydraulis -> functions:
 
     Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
-    S[n][l] for every l                          `proposals`
+    the strategy S[n][l] for every l             `proposals`
     rounding to the neighboring integers         `roundings`
     the order of the candidates (ours)           `expected_seconds`
 """

@@ -24,7 +24,7 @@ KEPT = 12
 WITHIN = 1.25
 # Groups slower than the healthiest by this factor may be left idle.
 SLOW = 1.5
-# The weakest sites may be left idle, up to this fraction of all power.
+# Groups on the weakest kinds of devices may be left idle, up to this fraction of all power.
 WEAK = 0.3
 # Largest number of sequences per micro-batch to try; larger micro-batches overlap more traffic.
 LARGEST = 16

@@ -1,14 +1,14 @@
 """Distribution of layers if a rank may divide its memory in any proportion between its stage and its part of the state.
 
-The search gives every rank a fixed share of the state. If a first stage, which has the most micro-batches in flight,
-owns less state, fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and
-layers maximizes the room
+The search gives every rank a fixed share of the state. First stages have the most micro-batches in flight; if they own
+less state, fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers
+maximizes the room, the fraction of the state that the ranks of a stage can own:
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
-as fractions of the state. The two terms are the memory limits of `price_candidate.owners`; `beside` and `at_end` are
-bytes of an owner's messages. Bisection finds the least factor on all bounds, and then a price of seconds within these
-bounds.
+The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` its
+gradient bytes, and `beside` and `at_end` are bytes of an owner's messages. Bisection finds the least factor on all
+bounds that leaves enough room, and then a price of seconds within these bounds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pool(NamedTuple):
         state: bytes of the state.
         whole: bytes of a layer's weights and gradients, in all pipelines.
         ends: bytes of the first and last block, in all pipelines.
-        pulled: fraction of weights in these bytes.
+        pulled: fraction of `whole` and `ends` that are weights.
         idle: room of ranks without layers, as a fraction of the state.
     """
 

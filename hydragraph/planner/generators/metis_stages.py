@@ -72,7 +72,7 @@ def staged(
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
-    likely: set[Strategy] = set()  # fit with the search's number of micro-batches in flight
+    likely: set[Strategy] = set()  # these fit with the search's number of micro-batches in flight
     laid: dict[object, Staged | None] = {}
     for recompute in (False, True):
         if is_late(until):
@@ -136,7 +136,7 @@ class TypedDevices:
             types[kind] = MetisDeviceType(bandwidth, max(memory, 1e-9))
         if len(types) > _MOST_TYPES:
             raise Unsupported(
-                f"devices are of {len(types)} types and rates, which have too many orders",
+                f"devices are of {len(types)} types and rates, too many to try in every order",
                 where="plan, stages as Metis forms them",
                 remedy='use method="auto" or "straggler"',
             )

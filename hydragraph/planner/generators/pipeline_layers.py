@@ -1,7 +1,7 @@
 """Distribution of layers over the stages of one pipeline.
 
 Stage j takes y_j seconds per layer and micro-batch, plus f_j with the first or last block, and fits at most cap_j
-layers. With m micro-batches a pipeline takes
+layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
 

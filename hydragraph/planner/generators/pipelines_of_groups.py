@@ -1,7 +1,8 @@
-"""Assembly of groups into pipelines: balanced starts, improved by exchanges.
+"""Assembly of tensor-parallel groups into pipelines: balanced partitions, improved by exchanges of groups.
 
-A pipeline is a multiset of forms of groups, laid out by `Bench.lay`. The slowest group comes first (Malleus, theorem 3;
-AutoHet), since the first stage stores the most micro-batches; if memory differs, the largest group first is also tried.
+A pipeline is a multiset of forms (kinds of equal groups), laid out by `Bench.lay`. The slowest group comes first
+(Malleus, theorem 3; AutoHet), since the first stage stores the most micro-batches; the order from most to least memory
+is also tried.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout and timing of a pipeline of groups (compiled).
 
-By default, stage s of S has min(S - s, m) micro-batches in flight; an owner of the state also stores messages
-(`Prices.held`).
+By default, stage s of S has min(S - s, m) of the pipeline's m micro-batches in flight; an owner of the state also
+stores messages (`Prices.held`).
 """
 
 from __future__ import annotations

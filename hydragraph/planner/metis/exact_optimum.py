@@ -6,13 +6,14 @@ is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-with t a stage's milliseconds per micro-batch, o its update and g its gradients. A *label* is the total of the stages so
-far: (sum, t, o, g). At the same ranks and layers, label A dominates B if
+with t a stage's milliseconds per micro-batch, o of its update and g of its gradients (`metis_cost` has the other
+terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label A dominates B
+if
 
     A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
 
-Every completion has at least some t, o and g (`least`); a label whose values are raised to these minima dominates more
-labels.
+Every completion of a label has at least the t, o and g in `least`; labels are raised to these minima, so that more of
+them are dominated.
 
 `sums[k]` is the least sum of stages with t <= caps[k]: a completion whose slowest stage lies between two caps costs at
 least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
@@ -360,7 +361,7 @@ def write_bounds(
 def best_labels(
     tables: Tables, o: Options, batches: int, caps: Floats, sums: Floats, least: Floats, best: float, fewest: int
 ) -> tuple[Ints, int, int]:
-    """Search for a plan of at least `fewest` stages cheaper than `best`.
+    """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
         Origin of each label; the plan's last label, -1: none; number of labels.
@@ -465,7 +466,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return the maximum extra cost of one label from t, o and g."""
+    """Return the largest additional cost of one label over the other because of t, o and g."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
@@ -478,7 +479,7 @@ def is_needless(
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
     If pending transfers differ, the existing label, priced with the next stage's least bandwidth (`slow`), must be
-    better than the new label with the largest.
+    better than the new label, priced with the largest.
     """
     label = head
     while label >= 0:

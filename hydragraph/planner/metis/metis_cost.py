@@ -42,7 +42,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
     dp, tp = (np.array(column, dtype=np.int64) for column in zip(*plan.degrees, strict=True))
     problem = plan.problem
     if max(tp) > 1 << (tables.upto.shape[1] - 1):
-        raise ValueError(f"{plan} has tp {max(tp)}: the problem has degrees up to {1 << (tables.upto.shape[1] - 1)}")
+        raise ValueError(f"{plan} has tp {max(tp)}: use degrees up to {1 << (tables.upto.shape[1] - 1)}")
     parts_ms = price(
         tables,
         problem.kinds(plan.types),
@@ -55,7 +55,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
     )
     if not np.isfinite(parts_ms).all():
         raise ValueError(
-            f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage, or B is too large"
+            f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage: measure it first"
         )
     return dict(zip(PARTS, map(float, parts_ms), strict=True))
 

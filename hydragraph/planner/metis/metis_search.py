@@ -35,7 +35,7 @@ class FoundPlan(StagePlan):
     Attributes:
         cost: `metis.cost` of the plan, in milliseconds.
         steps: number of steps (Table 1 of the improved paper); for "exact", number of labels.
-        claimed: cost that the published program prints, which may count only the first stage or lose layers; None for
+        claimed: cost that the published program prints; it may count only the first stage or omit layers. None for
             "exact".
     """
 
@@ -63,9 +63,10 @@ def search(
         order: "naive" is Metis's search, "memory" the improved paper's, "exact" finds the proven least cost.
         max_tp: maximum degree; default: the profile's largest, for "exact" at most 4, since Metis extrapolated larger
             degrees.
-        mixed_tp: allow replicas of several types, which Metis prices like their first type; default: not for "exact".
-        groups: for "exact": "all" allows stages of any power of two (default), "metis" only of at least ranks //
-            stages.
+        mixed_tp: allow replicas of several types, which Metis prices like their first type; default: False for "exact",
+            else True.
+        groups: for "exact": "all" (default) allows stages of any power of two of ranks, "metis" only of at least ranks
+            // stages ranks.
 
     Raises:
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.
@@ -79,7 +80,7 @@ def search(
     if order == "exact":
         return exact(problem, bool(mixed_tp), groups or "all")
     if groups is not None:
-        raise ValueError(f"groups is {groups!r}: the orders 'naive' and 'memory' walk Metis's own groups")
+        raise ValueError(f"groups is {groups!r}: leave it out, or use order='exact'")
     return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 
@@ -133,8 +134,8 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
     """Yield orders of types with divisions of ranks, and whether Metis visits these divisions twice.
 
-    Except in the first order of types, Metis first prices only the first stage of divisions with the least number of
-    stages above one.
+    Except in the first order of types, Metis visits the divisions into the fewest stages (at least two) twice, and
+    first prices only their first stage.
     """
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):

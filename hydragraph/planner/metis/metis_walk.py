@@ -2,11 +2,11 @@
 
 For each order of types, division of ranks into stages and number of micro-batches, every stage begins with data
 parallelism only. Layers are divided over stages by speed; memory corrects this division at most three times. A *step*
-is a change of degrees (one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes
-first:
+is a change of degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY differ in the stage that
+changes first:
 
-    NAIVE   the stage with the least memory left in the last division that fitted; if none fitted, with the largest dp
-    MEMORY  the stage that is most short of memory at the first attempt; if all fitted, with the least memory left
+    NAIVE   the stage with the least memory left in the last division that fitted; if none, that with the largest dp
+    MEMORY  the stage most short of memory at the first attempt; if all fitted, the stage with the least memory left
 
 A walk ends with the first plan that fits at once, or when no stage can change. As in Table 1, only steps that led to a
 plan are counted.
@@ -294,7 +294,8 @@ def memory_mb(
 ) -> bool:
     """Write each stage's MB as Metis counts them; return whether all stages were measured.
 
-    As in Metis, rank 0's type counts, and all devices' replicas are added up for mixed stages.
+    As in Metis, all stages use rank 0's measurements, and a stage of mixed types divides samples as if over all
+    devices.
     """
     kind = kinds[0]
     start = 0
@@ -415,7 +416,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the piece that would fill it stays unassigned."""
+    """Fill each stage but the last from the front; the first piece that exceeds its capacity stays unassigned."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):
@@ -516,7 +517,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer, if harmless, to the stage with most capacity from its neighbor with least; return success."""
+    """Move a layer to the stage with most capacity from a neighbor, unless the maximum rises; return success."""
     count = capacity.size
     most = 0
     for s in range(1, count):

@@ -8,7 +8,7 @@ L  layers
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
 sync[t, d, m]       [T, D, M]         milliseconds besides the layers
 memory[t, d, m, l]  [T, D, M, L]      MB of layer l
-known[t, d, m]      [T, D, M]         whether it was measured
+known[t, d, m]       [T, D, M]         whether this configuration was measured
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class MetisProblem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # Metis's search breaks ties by the last bit.
+                    # Metis's search breaks ties by the last bit, so the times are added in the same order as in Metis.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
@@ -181,14 +181,14 @@ class StagePlan:
             raise ValueError(f"{self}: each dp * tp must be its group's ranks, and tp a power of two")
         devices = self.problem.cluster.devices
         if sum(self.groups) > devices:
-            raise ValueError(f"{self}: its groups have {sum(self.groups)} ranks, the cluster {devices}")
+            raise ValueError(f"{self}: the groups have {sum(self.groups)} ranks: use at most the cluster's {devices}")
         if sum(self.layers) > self.problem.layers or min(self.layers) < 0:
             raise ValueError(
                 f"{self}: the model has {self.problem.layers} layers: give stages at most as many in total, and each "
                 "at least 0"
             )
         if self.batches < 1:
-            raise ValueError(f"{self}: it needs at least one micro-batch")
+            raise ValueError(f"{self}: give at least one micro-batch")
 
     @property
     def partition(self) -> tuple[int, ...]:

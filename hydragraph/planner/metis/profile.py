@@ -18,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# The times of optimizer and batch generator are read up to this degree and size.
+# The times of optimizer and batch generator are those of the largest measured degree and size up to this number.
 _MEASURED = 4
 
 
@@ -83,7 +83,7 @@ class MetisProfile:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(
-                f"measurements have {sorted(depths)} layers: give one or more, all of the same number of layers"
+                f"measurements have {sorted(depths)} layers: give at least one, all of equally many layers"
             )
 
     @cached_property
@@ -145,7 +145,8 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not contain {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these values from the file that is listed first; in the published runs, this one was.
+        # Metis takes these values from the file that is listed first; in the published runs, that was the file chosen
+        # here.
         measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(

@@ -59,5 +59,5 @@ def test_what_was_not_measured_is_refused() -> None:
     for batches, degrees in ((2, ((1, 1), (1, 1))), (8, ((1, 1), (1, 1)))):
         with pytest.raises(ValueError, match="has no entry for the micro-batch size or the degree"):
             metis.cost(Plan(("one",), (1, 1), degrees, batches, (1, 1), problem))
-    with pytest.raises(ValueError, match="has tp 2: the problem has degrees up to 1"):
+    with pytest.raises(ValueError, match="has tp 2: use degrees up to 1"):
         metis.cost(Plan(("one",), (2,), ((1, 2),), 4, (2,), problem))

@@ -59,7 +59,7 @@ def test_sequences_that_do_not_come_out_even_are_counted() -> None:
     [
         ({"degrees": ((1, 1), (2, 1))}, "must be its group's ranks"),
         ({"groups": (2,)}, "equally many groups, degrees and layers"),
-        ({"groups": (2, 4), "degrees": ((1, 2), (4, 1))}, "have 6 ranks, the cluster 4"),
+        ({"groups": (2, 4), "degrees": ((1, 2), (4, 1))}, "have 6 ranks: use at most the cluster's 4"),
         ({"layers": (1, 99)}, "the model has"),
         ({"batches": 0}, "at least one micro-batch"),
     ],
