@@ -154,7 +154,7 @@ def test_ranks_show_what_their_launcher_shows_and_say_who_they_are() -> None:
         assert lines[1:] == [
             f"{here} 7] {name}: created tensor-parallel communicators of ranks (0, 1)",
             f"{here} 7] {name}: created tensor-parallel communicators of ranks (1, 2)",
-            f"{here} 7] {name}: closed the least recently used communicator (ranks (0, 1)): the limit is 1",
+            f"{here} 7] {name}: closed the least recently used communicator (ranks (0, 1)): at most 1 are kept",
         ]
 
 

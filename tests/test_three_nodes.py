@@ -54,7 +54,7 @@ def test_a_cut_between_two_of_three_nodes_costs_the_later_one_and_no_state(
         print(lost, resumed, sep="\n")
         assert lost.ranks == (dropped,), lost
         if kept:
-            assert f"node {dropped} is dropped: it and node {kept} cannot reach each other" in lost.why
+            assert f"machine {dropped} is dropped: it and machine {kept} cannot reach each other" in lost.why
         assert "all state was kept" in resumed.why
         done = len(job.curve())
         job.until_step(done + 20)

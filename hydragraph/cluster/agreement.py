@@ -22,7 +22,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one rank as text."""
+    """Error of one rank as text; `users`: whether it is the caller's mistake."""
 
     users: bool
     text: str
@@ -37,7 +37,8 @@ class Failure:
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     """Run a function on every rank, and return all results; if it fails on any rank, all ranks raise an error.
 
-    A failed rank raises its own error. Other ranks raise the first failed rank's ValueError, or else a RankFailure.
+    A failed rank raises its own error. Other ranks raise the error of the first failed rank if it is a ValueError, and
+    otherwise a RankFailure.
     """
     error: Exception | None = None
     try:
@@ -62,7 +63,8 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank has an error, raise on every rank: its `own`, or else the first failed rank's picklable `sent`."""
+    """If any rank passes an error as `sent` (picklable), raise on every rank: its `own` error, or else the first one
+    sent."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

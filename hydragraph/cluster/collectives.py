@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Maximum bytes that ranks exchange and add locally: for 16 B, this takes 0.1 ms, and gloo's all-reduce takes 0.7-2 ms.
+# Maximum bytes that ranks exchange and add locally: for 16 B, this takes 0.1 ms, but gloo's all-reduce takes 0.7-2 ms.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -41,7 +41,7 @@ class Started:
 
     Attributes:
         result: waits for the result and returns it; called once.
-        operands: tensors to keep alive until then.
+        operands: tensors to keep alive until `result` has returned.
     """
 
     result: Callable[[], Tensor]
@@ -49,7 +49,7 @@ class Started:
 
 
 class SumsProducts:
-    """Mixin that all-reduces a matrix product in pieces of rows: one is reduced while the next is computed."""
+    """Mixin that all-reduces a matrix product in pieces of rows: one piece is reduced while the next is computed."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
         """Start the stage's all-reduce of the sum of all x @ w, where x is [T, K] and w is [K, N]."""
@@ -106,7 +106,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of a head, this rank's summand of the gradient of `hidden`, and the gradient of `weight`.
 
-    This rank's rows of the head begin at `start`. Ranks exchange three numbers per token; `rows` is equal on all ranks.
+    This rank's rows of the head begin at `start`. Ranks exchange three numbers per token; `rows`, the approximate rows
+    per rank, is equal on all ranks.
     """
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)

@@ -8,7 +8,7 @@ Traffic is separated because a connection is a queue: after 64 MB of weights, a 
     Channel.PUSH      all ranks           gradients to their owners         the programs' pushes
     Channel.COMMIT    all ranks           totals of a step, objects         calls
                                           gradients to second owners        the programs' pushes, before the totals
-    Channel.MOVE      all ranks           state that moves during a step    windows; created by the first such move
+    Channel.MOVE      all ranks           state that moves during a step    windows of the state; created if needed
     _Direction.UP     all ranks           stages' messages to higher ranks  sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   sends, per pair of ranks
     tp-0-1-...        ranks of one stage  collectives of its graphs         the stage's instructions
@@ -84,7 +84,7 @@ class Groups:
     For a single rank, collectives copy their input to their output and return None.
 
     Args:
-        watch: failure watch that ends waits. None: waits end with the timeout.
+        watch: failure watch that ends waits when a rank fails. None: waits end with the timeout.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -148,7 +148,7 @@ class Groups:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Wait for all ranks: an early exit would break connections that other ranks still open."""
+        """Wait for all ranks: an early exit would break connections that other ranks are still opening."""
         self.gather(None)
 
     def open_moving(self) -> None:
@@ -219,7 +219,8 @@ class Groups:
         Args:
             channel: operations of one channel run in the order in which they start.
             out, inp: contiguous tensors, split along dim 0; keep them alive until completion.
-            out_splits, in_splits: sizes along dim 0 of the parts from and to each rank.
+            out_splits: size along dim 0 of the part received from each rank.
+            in_splits: size along dim 0 of the part sent to each rank.
         """
         if self.world.ranks == 1:
             out.copy_(inp)
@@ -396,7 +397,7 @@ class Groups:
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
             ranks, group = self._tensor_parallel.popitem(last=False)
-            _LOG.info("closed the least recently used communicator (ranks %s): the limit is %d", ranks, capacity)
+            _LOG.info("closed the least recently used communicator (ranks %s): at most %d are kept", ranks, capacity)
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -417,7 +418,7 @@ class Groups:
         if self._waiter is not None:
             self._waiter.close()
         for group in groups:
-            # A new rendezvous has already dropped all groups.
+            # A new rendezvous may already have dropped all groups.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
@@ -447,7 +448,7 @@ def in_rounds(
 ) -> Works:
     """Start an all-to-all as grouped messages to `grouped` peers at a time; empty messages are skipped.
 
-    In each round, rank r sends to ranks r + d and receives from ranks r - d, for some distances d.
+    In each group of messages, rank r sends to ranks r + d and receives from ranks r - d, for `grouped` distances d.
     """
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))

@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 
 _MOST = 1024  # processes of one host; each needs about 0.3 GB
 _ASK_S = 5.0  # for one attempt to reach the launcher's store
-_REACHED_S = 300.0  # for all attempts to reach it
+_REACHED_S = 300.0  # for all attempts to reach the launcher's store
 _ARRIVAL = timedelta(minutes=30)  # for all ranks to arrive
 
 # A fork takes 10 ms, but an import of torch takes seconds. On macOS, forks are unsafe.
@@ -213,8 +213,8 @@ def launch(
             so they share the memory of weights until a rank changes them.
         relay: forwards stop requests to the ranks' processes.
         elastic: continue when ranks are lost; `function` must call `hydragraph.survive` when a step raises an error.
-        nodes: with `elastic`: this machine, the first of several; call `follow` on the other machines. `ranks` is then
-            the total of all machines.
+        nodes: with `elastic`: the machines of the run, which this one leads; call `follow` on the others. `ranks` is
+            then the total of all machines.
 
     Returns:
         The ranks' results, by rank; with `elastic`, only of the ranks that remain at the end.
@@ -233,7 +233,7 @@ def launch(
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     if ranks > _MOST:
         raise ValueError(
-            f"launch: ranks={ranks} would exhaust this host: use at most {_MOST}, or start them on several machines "
+            f"launch: ranks={ranks} would exhaust this machine: use at most {_MOST}, or start them on several machines "
             "with torchrun"
         )
     work = _pickled(function, args)
@@ -258,7 +258,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """
     context = starting()
     if nodes.election is not None:
-        # An elected leader must not wait for imports.
+        # Import modules in the fork server now, because an elected leader must not wait for imports.
         first = context.Process(target=int)
         first.start()
         first.join()

@@ -1,4 +1,4 @@
-"""Error messages for hosts that cannot reach each other, with gloo's addresses from the store."""
+"""Error messages for machines that cannot reach each other, with gloo's addresses from the store."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hydragraph.cluster.processes.rendezvous_stores import resolved
 from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
-_MOST = 4  # hosts listed in an error
-TOLD_S = 10.0  # a process that waits for the first host says so after this time
+_MOST = 4  # machines listed in an error
+TOLD_S = 10.0  # a process that waits for the first machine says so after this time
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
 
@@ -42,11 +42,12 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
             host, where = json.loads(store.get(key))
             hosts.setdefault((host, where), other)
     listed = [f"rank {first} on {host} listens at {where}" for (host, where), first in hosts.items()]
-    more = [f"{len(listed) - _MOST} more hosts"] if len(listed) > _MOST else []
+    more = [f"{len(listed) - _MOST} more machines"] if len(listed) > _MOST else []
     return Unreachable(
         f"rank {rank} on {socket.gethostname()} could not connect to another rank at {failed['address']}: "
-        f"{failed['why']} ({'; '.join([*listed[:_MOST], *more])}). On every host, set GLOO_SOCKET_IFNAME to the "
-        "interface that reaches the other hosts (ip -brief address lists them), and allow them in its firewall"
+        f"{failed['why']} ({'; '.join([*listed[:_MOST], *more])}). On every machine, set GLOO_SOCKET_IFNAME to "
+        "the interface that reaches the other machines (ip -brief address lists the interfaces), and open the "
+        "firewall to them"
     )
 
 
@@ -55,11 +56,11 @@ def no_store(error: Exception, address: str, port: int, rank: int) -> str:
 
 
 def first_host(error: Exception, address: str, port: int) -> str:
-    """Describe the first host, the reason why this process cannot reach it, and the remedy."""
+    """Describe the first machine, the reason why this process cannot reach it, and the remedy."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
     reason = " ".join(str(error).split())
     return (
-        f"the first host at {address}, port {port} ({where}): {reason[:200]}; set MASTER_ADDR to an address of that "
-        "host that this host can ping, start the job there too, and open the port in its firewall"
+        f"the first machine at {address}, port {port} ({where}): {reason[:200]}; set MASTER_ADDR to an address of the "
+        "first machine that this machine can ping, start the job there too, and open the port in its firewall"
     )

@@ -174,7 +174,7 @@ def test_refuses_what_cannot_be_pickled_and_no_ranks() -> None:
         launch("train", 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks=0"):
         launch(finish, 0)
-    with pytest.raises(ValueError, match="ranks=100000 would exhaust this host"):
+    with pytest.raises(ValueError, match="ranks=100000 would exhaust this machine"):
         launch(sleep_on, 100_000, 0)
 
 

@@ -31,7 +31,7 @@ def test_a_rank_that_cannot_connect_names_addresses_and_the_remedy(monkeypatch: 
     assert isinstance(error, Unreachable)
     assert str(error).startswith(
         "rank 2 on node1 could not connect to another rank at 127.0.1.1: Connection refused (rank 0 on node0 listens "
-        "at 127.0.0.1 on interface lo; rank 2 on node1 listens at 127.0.1.1 by the name node1). On every host, set "
+        "at 127.0.0.1 on interface lo; rank 2 on node1 listens at 127.0.1.1 by the name node1). On every machine, set "
         "GLOO_SOCKET_IFNAME"
     )
 
@@ -55,7 +55,9 @@ def test_a_first_host_that_does_not_answer_is_named(
     monkeypatch.setattr(launch, "TOLD_S", 0.2)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConnectionError, match=rf"rank 1 on .* first host at localhost, port {port} \(tried .*127\.0"):
+    with pytest.raises(
+        ConnectionError, match=rf"rank 1 on .* first machine at localhost, port {port} \(tried .*127\.0"
+    ):
         launch.join("cpu")
     (warning,) = caplog.records
-    assert warning.getMessage().startswith(f"rank 1 waits for the first host at localhost, port {port} (tried ")
+    assert warning.getMessage().startswith(f"rank 1 waits for the first machine at localhost, port {port} (tried ")

@@ -57,7 +57,11 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Add observations, made `elapsed` seconds after the last ones; return the resulting accusation."""
+        """Add observations, made `elapsed` seconds after the last ones; return the resulting accusation.
+
+        Args:
+            others_run: whether a process that is not in `seen` is running.
+        """
         elapsed = min(elapsed, PAUSE_S)  # limited, because this process may have been stopped
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():

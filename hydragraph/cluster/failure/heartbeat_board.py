@@ -56,7 +56,7 @@ class Board:
         descriptor: open file of the board's size; the board closes the file.
 
     Attributes:
-        lines: line of each rank, with flags `waiting`, `left` and `finished`; a rank writes only its own.
+        lines: line of each rank, with flags `waiting`, `left` and `finished`; a rank writes only its own line.
     """
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:

@@ -158,7 +158,7 @@ def stand(post: Post, starter: WatchedProcess) -> None:
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
-    # The store may be gone.
+    # If the rank that started this sentinel has ended, the store may be gone.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False

@@ -1,4 +1,4 @@
-"""Registry of each machine's ranks and board in the store, read without waiting."""
+"""Registry of each machine's ranks and progress board in the store, read without waiting."""
 
 from __future__ import annotations
 

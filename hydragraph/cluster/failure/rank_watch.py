@@ -91,7 +91,8 @@ class Watch:
         self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        self._resting = self._shown = self._beside = ""  # shown between calls, in calls, and for other threads
+        # Text shown for this rank: its last action, the main thread's call, or another thread's call.
+        self._resting = self._shown = self._beside = ""
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting = threading.Lock()
@@ -353,7 +354,7 @@ class Watch:
         if self._fault is None:
             shown = {member.rank: self._board.read(member.rank).call for member in self._members}
             for rank in [rank for rank, call in shown.items() if call.startswith(CLOSED)][:1]:
-                self._accuse(Accusation(rank, "it stopped while others continued: make the same calls on every rank"))
+                self._accuse(Accusation(rank, "it closed its executable too early: make the same calls on every rank"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
         fault = self._fault or self._agree(own)
         self._cut()
@@ -424,7 +425,7 @@ class Watch:
         elif self._inside and self._asker.gone:
             self._cut_off("has closed the connection: the process that hosts it has ended")
         elif self._inside and self._asker.silent_s >= UNREACHABLE_S:
-            self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
+            self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its machine is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
         self._unseen_s += elapsed

@@ -13,7 +13,7 @@ _STDERR = 2
 
 
 def answer() -> None:
-    """Make this process write its stacks on `ask`."""
+    """Make this process write its stacks when another process calls `ask`."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.register(_ASK, file=_STDERR, all_threads=True)

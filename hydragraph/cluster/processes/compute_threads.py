@@ -18,7 +18,7 @@ _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return environment variables for short spinning on a busy machine; {} if `environment` sets them.
+    """Return environment variables for short spinning; {} on an idle machine, or if `environment` sets them.
 
     Args:
         busy: average number of busy cores; None: this machine's load average.

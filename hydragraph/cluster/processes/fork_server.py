@@ -54,9 +54,9 @@ def outlive_signals() -> None:
 
 
 def outlive_failed_forks() -> None:
-    """Make this server continue when a fork fails; the requester reads EOF instead of a pid.
+    """Make this server continue when a fork fails; the process that asked for the fork reads EOF instead of a pid.
 
-    multiprocessing's loop continues only after ECONNABORTED, and leaves descriptors open.
+    multiprocessing's server continues only after ECONNABORTED, and leaves descriptors open.
     """
     fork, receive = os.fork, reduction.recvfds
     received: list[int] = []

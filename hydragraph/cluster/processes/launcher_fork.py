@@ -51,7 +51,7 @@ def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool
 
 def _can_fork() -> bool:
     server: Any = forkserver._forkserver
-    # Later Python versions authenticate clients, with other arguments.
+    # In later Python versions, the server authenticates its clients and has other arguments.
     supported = sys.platform == "linux" and sys.version_info < (3, 14)
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     free = server._forkserver_pid is None or server._forkserver_pid in _forks

@@ -38,7 +38,7 @@ class _Limit:
     def wait(self, missed: str) -> None:
         if time.monotonic() > self._end:
             after = f"after {self._timeout.total_seconds():g} s"
-            raise TimeoutError(f"join: {missed} {after}: read those ranks' output, and start all ranks again")
+            raise TimeoutError(f"join: {missed} {after}: read the ranks' output, and start all ranks again")
         time.sleep(_POLL_S)
 
 

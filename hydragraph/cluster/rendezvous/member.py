@@ -1,4 +1,4 @@
-"""A rank's side of the rendezvous: one process in successive generations."""
+"""A rank's side of the rendezvous: one process in successive generations (sets of ranks)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.01  # while a member waits for a generation
 _EAR_S = 0.05  # while a member works
 
-CALLED = 1000  # `Executable.stopping` if the coordinator calls this member; signal numbers are smaller
+CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this member; signal numbers are smaller
 
 
 class Dismissed(BaseException):

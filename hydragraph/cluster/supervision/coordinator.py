@@ -52,7 +52,7 @@ _ELECTED_S = 0.8  # for one attempt to reach an elected leader; below `DOUBT_S`
 
 @dataclass(frozen=True)
 class Nodes:
-    """This machine and the others of a run, with one launcher-started process each.
+    """The machines of a run, including this one; a launcher started one process on each.
 
     Attributes:
         number, count: index of this machine, and number of machines.
@@ -73,7 +73,8 @@ class Nodes:
     handed: Handed | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat: ranks are distributed evenly in order, and spares round-robin."""
+        """Return the machine of a seat (a rank or a spare): ranks are distributed evenly in order, and spares
+        round-robin."""
         return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
 
     def here(self, number: int, ranks: int) -> int:
@@ -103,7 +104,7 @@ class Seated:
 
 @dataclass(frozen=True, eq=False)
 class Handed:
-    """Members of an earlier leader on this machine, their seats, and their private folder."""
+    """Members that this machine runs for an earlier leader, their seats, and their private folder."""
 
     crew: tuple[RankHandle, ...]
     seats: Mapping[int, Seated]
@@ -211,7 +212,7 @@ class Link:
     """One end of the connection between the leader and a deputy.
 
     Attributes:
-        term: of an elected leader; 0: no election.
+        term: term of the elected leader; 0: there is no election.
         down: why the link is given up; "": the link is up.
         silent_s: seconds since the other end's last message.
     """
@@ -244,7 +245,7 @@ class Link:
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
         now = time.monotonic()
-        # After a pause, messages may be waiting.
+        # After a pause of this process, messages may be waiting.
         self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
         self._before = now
         if self.silent_s >= self._patience_s:
@@ -322,7 +323,7 @@ class Hub:
                 self.nodes.election.check()
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"nodes {missing} of {self.nodes.count} have not arrived after {patience.total_seconds():g} s: "
+                    f"machines {missing} of {self.nodes.count} have not arrived after {patience.total_seconds():g} s: "
                     "start the same command there"
                 )
             time.sleep(0.02)
@@ -368,8 +369,8 @@ class Hub:
             dropped = {n: m for n, m in self._links.dropped.items() if n not in before.dropped}
             ended = {n: list(self._posts[n].processes.values()) for n in dropped}
         for node, processes in ended.items():
-            both = f"both reach node {self.nodes.number}"
-            how = f"node {node} is dropped: it and node {dropped[node]} cannot reach each other, but {both}"
+            both = f"both reach machine {self.nodes.number}"
+            how = f"machine {node} is dropped: it and machine {dropped[node]} cannot reach each other, but {both}"
             _LOG.warning("%s", how)
             for process in processes:
                 if process.is_alive():
@@ -435,9 +436,9 @@ class Hub:
             self._posts[hello.node] = post
             self._news.add(hello.node)
         if before is not None and not before.link.down:
-            before.link.send(Over(f"node {hello.node} was started a second time, and the second process continues"))
+            before.link.send(Over(f"a second process was started for machine {hello.node}, and continues the run"))
             before.link.close("it was started again")
-        _LOG.info("node %d has arrived", hello.node)
+        _LOG.info("machine %d has arrived", hello.node)
         while not link.down:
             message = link.hear(BEAT_S)
             if isinstance(message, Ended):
@@ -475,7 +476,7 @@ class Hub:
 
 
 def _lost(node: int, link: Link) -> str:
-    return f"node {node} is lost: {link.down}"
+    return f"machine {node} is lost: {link.down}"
 
 
 def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
@@ -496,13 +497,13 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         term = 0
         text = book.get("leader") if book.check(["leader"]) else ""
     if not text:
-        raise ConnectionError(f"the {'leading' if term else 'first'} node's supervisor has not started")
+        raise ConnectionError(f"the {'leading' if term else 'first'} machine's supervisor has not started")
     place = json.loads(text)
     patience_s = _ASK_S if nodes.election is None else _ELECTED_S
     try:
         reached = socket.create_connection((place["address"], place["port"]), timeout=patience_s)
     except OSError as error:
-        raise type(error)(f"its supervisor at {place['address']}, port {place['port']}: {error}") from None
+        raise type(error)(f"the supervisor at {place['address']}, port {place['port']}: {error}") from None
     reached.settimeout(None)
     _watched(reached, UNREACHABLE_S)
     connection = Connection(reached.detach())
@@ -513,7 +514,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
     except (EOFError, multiprocessing.AuthenticationError) as error:
-        raise ConnectionError(f"the first node's supervisor has been replaced ({error})") from None
+        raise ConnectionError(f"the leading machine's supervisor has been replaced ({error})") from None
     link = Link(connection, UNREACHABLE_S, term)
     link.send(Hello(nodes.number, members or {}))
     return link

@@ -79,7 +79,7 @@ class Election:
     def check(self) -> None:
         """Raise Deposed unless this machine leads."""
         if not self.leads:
-            raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
+            raise Deposed(f"machine {self._own.node} could not renew its lease in time, and no longer leads")
 
     def resign(self) -> None:
         with self._lock:
@@ -144,4 +144,4 @@ class Election:
         self._text = text
         self.standing = learned(before, lease, sent, time.monotonic())
         if self.standing.lease.term != before.lease.term:
-            _LOG.info("term %d: node %d leads", lease.term, lease.node)
+            _LOG.info("term %d: machine %d leads", lease.term, lease.node)

@@ -58,7 +58,7 @@ class LeaseView:
     """A machine's view of the lease; times are in seconds of the machine's own clock.
 
     Attributes:
-        lease, since: the newest lease that the machine read or wrote, and the time.
+        lease, since: the newest lease that the machine read or wrote, and when.
         placed: time when the machine learned of this term, or of the leader's address.
         answered: time of the last request that the register answered.
         asked, asked_at: the lease that the machine last asked for, and the time of its first request.

@@ -56,9 +56,9 @@ from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
 
-ARRIVAL_S = 1800.0  # for the first node to start
-BACK_S = 300.0  # for reconnecting to the first node
-_TRY_S = 0.5  # between two attempts to reach the first node
+ARRIVAL_S = 1800.0  # for the first machine to start
+BACK_S = 300.0  # for reconnecting to the leader
+_TRY_S = 0.5  # between two attempts to reach the first machine
 _TRY_ELECTED_S = 0.1
 _TOGETHER_S = 1.0  # for the leader to report that all machines are stopped
 
@@ -121,7 +121,7 @@ class Deputy:
 
     @property
     def _leader(self) -> str:
-        return "the first node" if self._election is None else f"node {self._election.standing.lease.node}"
+        return "the first machine" if self._election is None else f"machine {self._election.standing.lease.node}"
 
     def _may_live(self, standing: LeaseView, now: float) -> bool:
         alone = self._alone
@@ -129,10 +129,10 @@ class Deputy:
 
     def _lost(self, link: Link, back_s: float) -> str:
         if self._election is not None:
-            return f"the leading node is lost: {link.down}; this node's ranks wait for the next one"
+            return f"the leading machine is lost: {link.down}; this machine's ranks wait for the next leader"
         return (
-            f"the first node ({self._nodes.address}) is lost: {link.down}; this node's ranks are ended, because "
-            f"others may continue without them; waiting {back_s:g} s for it"
+            f"the first machine ({self._nodes.address}) is lost: {link.down}; this machine ends its ranks, because "
+            f"others may continue without them, and waits {back_s:g} s for the first machine"
         )
 
     def _listen(self) -> dict[int, Any]:
@@ -173,11 +173,11 @@ class Deputy:
         return None
 
     def _unreachable(self, patience_s: float, error: Exception) -> str:
-        again = "start the same command again, with --resume, on that node and on this one"
+        again = "start the same command again, with --resume, on that machine and on this one"
         if self._election is not None:
-            return f"a leading node could not be reached for {patience_s:g} s ({error}): {again}"
+            return f"this machine could not connect to a leading machine within {patience_s:g} s ({error}): {again}"
         where = first_host(error, self._nodes.address, self._nodes.port)
-        return f"the first node could not be reached for {patience_s:g} s: {where}; then {again}"
+        return f"this machine could not connect within {patience_s:g} s to {where}; then {again}"
 
     def _serve(self, link: Link) -> Over | None:
         """Follow the leader's orders until the run ends; None: the link is down."""
@@ -196,10 +196,10 @@ class Deputy:
                     self._back = False
                     link.send(Back())
                 if self._drained(link):
-                    link.close("its node was asked to leave")
+                    link.close("its machine was asked to leave")
                     over = Over()
                 if self._election is not None and self._election.standing.lease.term != link.term:
-                    link.close("another node leads")
+                    link.close("another machine leads")
             return over
         finally:
             if self._election is None or over is not None:
@@ -217,7 +217,7 @@ class Deputy:
 
         def tell(nodes: tuple[int, ...]) -> None:
             names = ", ".join(map(str, nodes))
-            _LOG.warning("nodes that cannot reach this one: %s", names or "none any more")
+            _LOG.warning("machines that cannot reach this one: %s", names or "none any more")
             link.send(Unheard(nodes))
 
         probe = LinkProbe(self._nodes.number, host_of(link), tell)
@@ -287,7 +287,7 @@ class Deputy:
             return False
         if not self._told:
             self._told = True
-            self._say("this node is asked to end: its ranks hand over the state that only they hold")
+            self._say("this machine was asked to leave: its ranks hand over the state that only they hold")
             link.send(Leaving())
             for member in self._live():
                 member.process.terminate()

@@ -78,7 +78,7 @@ def run_members(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, keep them running, and return the last generation's pickled results."""
+    """Start ranks, keep them running, and return the pickled results of the ranks that remain."""
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
 
@@ -217,7 +217,7 @@ class Supervisor:
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
-            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had none")
+            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had no ranks")
         for member, seated in {**handed.seats, **seats}.items():
             self._seats[member] = seated.seat
             self._late |= {member} if seated.late else set()

@@ -131,7 +131,7 @@ def test_processes_of_a_machine_whose_supervisor_ends_have_died_and_it_may_come_
         until(member.connection.poll)
         died = outcome_of(member)
         assert isinstance(died, Died)
-        assert "node 1 is lost" in died.how
+        assert "machine 1 is lost" in died.how
     until(lambda: not hub.present(1))
     hub.arrived()
     back = reach(replace(first, number=1))
@@ -145,7 +145,7 @@ def test_a_second_supervisor_of_a_machine_takes_the_place_of_the_first(hub: Hub,
     until(lambda: hub.present(1))
     member = hub.start(1, order(2))
     second = reach(replace(first, number=1))
-    assert "a second time" in heard(link, Over).error
+    assert "a second process was started" in heard(link, Over).error
     until(member.connection.poll)
     assert isinstance(outcome_of(member), Died)
     until(lambda: hub.present(1))
@@ -198,7 +198,7 @@ def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_ot
     assert heard(links[dropped], Kill) == Kill(dropped)
     died = outcome_of(members[dropped])
     assert isinstance(died, Died)
-    assert f"node {dropped} is dropped: it and node {min(pair)} cannot reach each other" in died.how
+    assert f"machine {dropped} is dropped: it and machine {min(pair)} cannot reach each other" in died.how
     assert all(members[number].process.is_alive() == (number != dropped) for number in links)
     links[reporter].send(Unheard(()))
     until(lambda: not looked())
@@ -244,7 +244,7 @@ def test_an_end_that_says_nothing_is_given_up() -> None:
 
 
 def test_machines_that_never_come_are_named(hub: Hub) -> None:
-    with pytest.raises(TimeoutError, match=r"nodes \[1\] of 2 have not arrived"):
+    with pytest.raises(TimeoutError, match=r"machines \[1\] of 2 have not arrived"):
         hub.gather(timedelta(seconds=0.05))
 
 

@@ -62,7 +62,7 @@ def test_the_next_machine_leads_once_the_first_one_reaches_the_register_no_more(
     assert not second.standing.lease.place
     assert second.record() == "the run"
     registers[0].answers = True
-    with pytest.raises(Deposed, match="node 0 could not renew its lease"):
+    with pytest.raises(Deposed, match="machine 0 could not renew its lease"):
         first.write(record="another run")
     with pytest.raises(Deposed):
         first.check()
