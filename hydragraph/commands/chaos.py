@@ -36,11 +36,11 @@ class ChaosOptions(ConfigOptions):
 def chaos_command(options: ChaosOptions) -> None:
     """Train once undisturbed and once while ranks are killed, slowed and replaced, and compare the loss curves.
 
-    --kinds adds faults. A rank is paused for 3 s or stopped permanently. The first rank, two ranks or all ranks are
-    killed at once. A second rank is killed while the others recover (again) or while a new rank joins (rejoin). A rank
-    is killed while a checkpoint is written, right after a step (evaluate), or while the plan switches or state moves
-    because the rank is slow. With preempt, the ranks run on two simulated machines, and one machine disappears with its
-    disk, at once or 30 s after a notice.
+    --kinds adds faults. A rank is paused for 3 s or stopped permanently. The first rank is killed, or two ranks or all
+    ranks simultaneously. A second rank is killed while the others recover (again) or while a new rank joins (rejoin). A
+    rank is killed while a checkpoint is written, right after a step (evaluate), or while the plan switches or state
+    moves because the rank is slow. With preempt, the ranks run on two simulated machines, and one machine disappears
+    with its disk, immediately or 30 s after a notice.
 
     With `deterministic: true`, both runs must have the same losses bit for bit. Otherwise, a third run on one rank
     measures how much the losses differ by rounding alone.
@@ -53,7 +53,7 @@ def chaos_command(options: ChaosOptions) -> None:
     counts = Counter({"kill": kills, "slow": options.slow, "join": options.joins})
     counts.update(dict.fromkeys(named, options.each))
     if config.ranks < 2:
-        raise ValueError(f"ranks is {config.ranks}: chaos kills ranks and needs at least 2: set a larger number")
+        raise ValueError(f"ranks is {config.ranks}: chaos kills ranks, so it needs at least 2: set a larger number")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
         folder = options.keep or Path(temporary)
@@ -80,7 +80,7 @@ def chaos_command(options: ChaosOptions) -> None:
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)
     if control is not None:
-        table.add_row("the same for an undisturbed run on one rank", f"{control.difference(undisturbed):.1e} of it")
+        table.add_row("largest relative difference by rounding alone", f"{control.difference(undisturbed):.1e}")
     Console(width=120).print(table)
     wrong = []
     if len(disturbed.struck) < len(strikes):

@@ -91,11 +91,11 @@ def check_command(options: CheckOptions) -> None:
     machine's memory, and the seconds are unknown.
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and optimizer
-    state. The advice is verified in the same way. MFU is the model's FLOP/s, without recomputation, relative to the
-    peak FLOP/s of the devices. To check a GPU run without GPUs, pass --set device=cuda, or --arch, which implies it.
-    --arch also predicts the share of kernel launches in the computation time, and the number of tokens below which this
-    share is more than half. The exit code is 1 if a strategy does not fit, or if training on this machine would fail on
-    its data.
+    state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s, without
+    recomputation, relative to the peak FLOP/s of the devices. To check a GPU run without GPUs, pass --set device=cuda,
+    or --arch, which implies it. --arch also predicts the share of kernel launches in the computation time, and the
+    number of tokens below which this share is more than half. The exit code is 1 if a strategy does not fit, or if
+    training on this machine would fail because of the data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -196,7 +196,7 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
 
 _UNKNOWN = (
     "device: cpu: the seconds of a step on this machine are unknown: measure them with hydragraph profile and pass "
-    "--profile, or predict GPUs with --arch or --cluster"
+    "--profile, or predict the seconds on GPUs with --arch or --cluster"
 )
 
 
@@ -232,7 +232,7 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
     else:
         named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
         most = max(Counter(device.node for device in cluster.devices).values())
-        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # for advice
+        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # advice may name them
         degrees = sorted(named | set(filter(program.allows, doubled)))
         profile = datasheet(program, cluster, options.efficiency, degrees)
     element = state_bytes(config.optimizer, program.dtype, torch.device(config.device or "cpu"))

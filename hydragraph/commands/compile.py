@@ -117,7 +117,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     """Return the vocabulary size and the end-of-text id; print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
-    with suppress(ValueError, OSError):  # the data may be elsewhere
+    with suppress(ValueError, OSError):  # the data may be on another machine
         data_vocabulary = known_vocabulary(config)
         if data_vocabulary is not None:
             return data_vocabulary

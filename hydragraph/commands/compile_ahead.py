@@ -31,7 +31,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class VariantRecord:
-    """One template compiled for some ranks of a kind of stage.
+    """One template (the graph of equal blocks), compiled for some ranks of one kind of stage.
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
@@ -55,7 +55,7 @@ class VariantRecord:
     pass_seconds: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "indices"):  # lists in JSON
+        for name in ("blocks", "indices"):  # JSON stores tuples as lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
@@ -80,7 +80,7 @@ class StrategyRecord:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "variants"):  # lists in JSON
+        for name in ("micro_batches", "variants"):  # JSON stores tuples as lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
@@ -107,7 +107,7 @@ class _Need:
 
 
 class Compiler:
-    """Compiler of one program for strategies; each variant is compiled once.
+    """Compiler of one captured program for several strategies; each variant is compiled once.
 
     Args:
         backend: "eager", or "inductor", which fills its cache on disk.
@@ -152,7 +152,7 @@ class Compiler:
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 
     def compile(self, strategy: Strategy, micro_batches: Sequence[int]) -> CompiledStrategy:
-        """Lower a strategy, prove its programs, and compile its variants.
+        """Lower a strategy, verify its programs, and compile its variants.
 
         Raises:
             ValueError: the strategy does not fit the model, the ranks or the micro-batches.

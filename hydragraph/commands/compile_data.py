@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hydragraph.ir.program_outline import Outline
 
 DATA = Path("strategies") / "model.json"
-Line = tuple[float, float]  # bytes, bytes per token
+Line = tuple[float, float]  # constant bytes, and bytes per token
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ModelData:
 
 
 class RecordedBlocks:
-    """`cost.rank_memory.Blocks` with a folder's data."""
+    """`cost.rank_memory.Blocks` for the data of a compiled folder."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data

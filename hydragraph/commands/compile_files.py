@@ -1,4 +1,4 @@
-"""Files of a compiled folder for people and `hydragraph show`."""
+"""Files that `hydragraph compile` writes for people and for `hydragraph show`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write_folder(
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
     strategies/FOLDER/      strategy.yaml, and the files of `ir.shared_programs_text`
-    strategies/model.json   for `hydragraph show` (`commands.compile_data`)
+    strategies/model.json   data for `hydragraph show` (`commands.compile_data`)
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)

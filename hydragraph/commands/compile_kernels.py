@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU architecture: `kernels.json` of a folder."""
+"""Kernels compiled for a GPU architecture: `kernels.json` in a compiled folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KernelRecord:
     Attributes:
         launches: launches per run of the graph.
         configurations: number of configurations that a GPU would time; the other fields describe the first one.
-        spilled_bytes: stack per thread (`kernels.cubin`).
+        spilled_bytes: bytes of stack per thread (see `kernels.cubin`).
         shared_bytes: shared memory per thread block.
         bytes: device memory read and written per launch.
     """
@@ -64,7 +64,8 @@ class GraphRecord:
         name: variant and direction, such as layer.0.tp1.forward.
         library_launches: launches of operators that Inductor did not compile.
         flops: FLOPs of matrix products, attention and the fused head.
-        library_bytes: device memory that the operators counted in `flops` and embedding lookups read and write.
+        library_bytes: bytes of device memory read and written by embedding lookups and by the operators counted in
+            `flops`.
     """
 
     name: str

@@ -29,7 +29,8 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
         overrides: as for `TrainConfig.load`; they are not written to the file.
 
     Raises:
-        ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` is another config.
+        ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` exists with other
+            contents.
     """
     configs = [path for path in paths if _is_config(path)]
     if not configs:
@@ -60,7 +61,7 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
         )
     if leads() and existing is None:
         write_whole(to, text)
-        new = "" if inspected.model is not None else "; no model was given, so it trains a new one of 10 M parameters"
+        new = "" if inspected.model is not None else "; no model was given, so it trains a new model of 10 M parameters"
         typer.echo(
             f"wrote the config of this run{new}; to change it, edit {to} and run hydragraph train {to}", err=True
         )

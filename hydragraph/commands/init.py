@@ -51,5 +51,7 @@ def init_command(options: InitOptions) -> None:
             print(sentence)
     elif inspected.model is not None:
         print(f"before you train, list your data in data.paths of {to}")
-    print(f"{to} is for {devices_here().text}; hydragraph train measures them and plans (strategies: auto)")
+    print(
+        f"{to} is for {devices_here().text}; hydragraph train measures and plans for these devices (strategies: auto)"
+    )
     print(f"next: hydragraph check {to} predicts memory and seconds per step; hydragraph train {to} trains")

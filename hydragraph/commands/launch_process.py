@@ -32,10 +32,13 @@ def restarts_by_torchrun() -> int | None:
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the folder's run that this torchrun job's first attempt read; `began` is read now.
+    """Return the start time of the output folder's run, as the first attempt of this torchrun job read it.
 
     The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run that
-    began before torchrun's process belongs to another job.
+    began before torchrun's process belongs to another job; for a run of this job, the result is 0.
+
+    Args:
+        began: the start time, as this attempt read it.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -50,7 +53,7 @@ def running_s(pid: int) -> float:
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
-    except OSError:  # not Linux; [[days-]hours:]mm:ss
+    except OSError:  # not Linux; ps prints [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
         seconds = sum(int(part) * 60**i for i, part in enumerate(reversed(clock.split(":"))))
@@ -65,11 +68,11 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Run a function on the launcher's ranks and return this rank's result, or on new ranks and return rank 0's.
+    """Call a function on the launcher's ranks, and return this rank's result; or on new ranks, and return rank 0's.
 
     Args:
         elastic: how ranks continue when some are lost; None: a loss ends the run.
-        nodes: machines on each of which a launcher started one process instead of ranks; this is the first machine.
+        nodes: machines on each of which a launcher started one process instead of ranks; this machine leads them.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)

@@ -165,7 +165,7 @@ def check_written(option: str, path: Path | None) -> None:
 
 def default_devices_text(ranks: int, config: TrainConfig) -> str:
     instead = ", not for this machine (device: cpu)" if config.device == "cpu" else ""
-    return f"for {ranks} H200{'s' * (ranks != 1)}, because --cluster is not given{instead}"
+    return f"for {ranks} H200{'s' * (ranks != 1)}{instead}, because --cluster is not given"
 
 
 def check_prices(profile: object, efficiency: float | None) -> None:

@@ -29,8 +29,8 @@ def plan_command(options: PlanOptions) -> None:
 
     For devices that differ in type, memory or current speed (--cluster), the plan assigns devices to pipelines and
     stages, and divides layers, data and state among them. The command prints the plan, a lower bound on its time, and
-    rival plans. First write the cluster file and, unless datasheet speeds suffice, measure a profile on each type of
-    device. Then plan, look at the picture, and train with the strategy that --output wrote.
+    rival plans. First write the cluster file and, for measured speeds instead of a datasheet's, measure a profile on
+    each type of device. Then plan, look at the picture (--picture), and train with the strategy that --output wrote.
     """
     options.check()
     if options.cluster is None:

@@ -1,6 +1,6 @@
 """Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine the memory of stages.
 
-If a second core is free, another process compiles the same graphs in reverse order:
+If the machine has a second core, another process compiles the same graphs in reverse order:
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
@@ -76,7 +76,7 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
     owners = chosen_home(asked.home, _home(config, asked.running is not None))
     measured = _merged(asked.profile, cluster) if asked.profile else None
     if config is None:
-        assert measured is not None, "there is a profile or a model"
+        assert measured is not None, "PlanOptions.check requires a profile or a model"
         costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
         return costs, f"{costs.source}; memory from the profile"
     say("capturing the model")
@@ -96,9 +96,10 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
-    """Compile graphs of all kinds of stages, plain kinds first; drop kinds that are not begun within `seconds`.
+    """Compile the graphs of all kinds of stages; remove kinds from the profile that are not begun within `seconds`.
 
-    Stages of one device are always compiled.
+    Kinds without sequence parallelism and recomputation come first (`backwards`: last). Stages of one device are
+    always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart
 

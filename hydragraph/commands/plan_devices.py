@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-COMPILING = 0.6  # fraction of the deadline
-EXPLAINING = 1.0  # relative to the planning time
+COMPILING = 0.6  # fraction of the deadline for compiling graphs
+EXPLAINING = 1.0  # time for explaining the plan, relative to the planning time
 OFFERED = 4  # maximum number of printed offers
 
 

@@ -83,15 +83,15 @@ class UnevenOptions(CommonOptions):
         typer.Option(
             metavar=METHODS,
             help="Search method: mixed (for device types that differ), straggler (for speeds that differ), search (for "
-            "data parallelism that differs by stage), metis (like search, with the devices in improved Metis's "
-            "memory-aware order), or auto (all methods, the default).",
+            "data parallelism that differs by stage), metis (like search, but with the devices in the "
+            "memory-aware order of improved Metis), or auto (all methods, the default).",
         ),
     ] = None
     running: Annotated[
         str | None,
         typer.Option(
-            help="The strategy that runs now, a text or a YAML file. Among plans that are nearly as good, the one that "
-            "moves the least state is chosen."
+            help="The strategy that runs now, a text or a YAML file. Among plans that are nearly as fast as the best, "
+            "the one that moves the least state is chosen."
         ),
     ] = None
     home: Annotated[
@@ -182,7 +182,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
             return
         self.refuse(
             get_annotations(EqualOptions),
-            "is for equal devices: omit it; --cluster lists the devices, and all rivals are printed",
+            "is for equal devices: omit it, because --cluster lists the devices and the plan prints all rivals",
         )
         if self.model is None and not self.profile:
             raise ValueError(
@@ -224,6 +224,6 @@ class PlanOptions(EqualOptions, UnevenOptions):
         if length is None or not (self.sequences or tokens):
             raise ValueError(
                 "the workload is missing: give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
-                "--model with a run's config, which has both"
+                "--model with a run's config"
             )
         return Workload(self.sequences or -(-(tokens or 0) // length), length)

@@ -36,7 +36,8 @@ class ProfileOptions(ConfigOptions):
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Schemes such as tp1pp1,tp2pp4, each measured on tp ranks; default: all schemes that fit the ranks."
+            help="Schemes such as tp1pp1,tp2pp4; each is measured on as many ranks as its tp degree. Default: all "
+            "schemes that fit the ranks."
         ),
     ] = None
     out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json")
@@ -45,7 +46,7 @@ class ProfileOptions(ConfigOptions):
     ] = False
     recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False
     sums_in_pieces: Annotated[
-        bool, typer.Option("--sums-in-pieces", help="Also measure tensor-parallel stages with sums in pieces.")
+        bool, typer.Option("--sums-in-pieces", help="Also measure stages that sum matrix products in pieces.")
     ] = False
     longest: Annotated[
         int | None,

@@ -40,7 +40,7 @@ class ReportOptions(CommonOptions):
     source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")]
     output: Annotated[
         Path | None,
-        typer.Option(help="The HTML file; default: report.html in the run's folder, or the file's name with .html."),
+        typer.Option(help="The HTML file; default: report.html in the run's folder, or the source's name with .html."),
     ] = None
     cluster: ClusterFile = None
     devices: DeviceCount = None

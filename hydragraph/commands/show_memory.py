@@ -21,7 +21,7 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield the peak memory of each rank by kind; if there are many ranks, only of the first with each program.
+    """Yield the peak memory of each rank by kind; if there are many ranks, only of the first rank with each program.
 
     Args:
         tokens: length of a micro-batch's only sequence.

@@ -32,7 +32,7 @@ _TALLEST = 40  # maximum number of rows with full height and numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A micro-batch's work on a stage."""
+    """A micro-batch's work on a stage; `visit` numbers the interleaved stages of a rank in one pipeline."""
 
     work: Work
     micro_batch: int
@@ -61,7 +61,7 @@ class StageRow:
 
 
 def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
-    """Return all stages' tasks; equal rows of pipelines are merged."""
+    """Return a row of tasks for each stage; equal rows of several pipelines are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
     rows: dict[object, list[PlacedStage]] = {}
@@ -130,7 +130,7 @@ def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: 
         ranks = sum(len(row.ranks) for row in rows)
         idle = 1 - busy / (end * ranks) if end else 0.0
         who = "the ranks that work are" if rank is None else f"rank {rank} is"
-        yield f"  {end} in all, a column is {unit}; {who} idle {idle:.0%} of the time"
+        yield f"  {end} units in all, {unit} per column; {who} idle {idle:.0%} of the time"
         lines = [
             f"  {name:<{margin - 3}} {_cells(row.tasks, end, unit)}" for name, row in zip(names, rows, strict=True)
         ]
@@ -172,7 +172,7 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the schedules to a file, which is replaced only when complete."""
+    """Draw the schedules to a file; an existing file stays until the new one is complete."""
     check_drawn(path)
     from matplotlib.figure import Figure
 

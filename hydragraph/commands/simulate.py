@@ -72,8 +72,8 @@ class StepOptions(ConfigOptions):
     lengths: Annotated[
         Path | None,
         typer.Option(
-            help="File of sequence lengths (one number per line, or a tokens.bin): simulate a mini-batch drawn from "
-            "them, assigned as in a run, instead of equal micro-batches."
+            help="File of sequence lengths (one number per line, or a tokens.bin): simulate a mini-batch that is drawn "
+            "from them and assigned to pipelines as in a run, instead of equal micro-batches."
         ),
     ] = None
     profile: ProfileFile = None
@@ -83,7 +83,7 @@ class StepOptions(ConfigOptions):
     def __post_init__(self) -> None:
         if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch > 1):
             raise ValueError(
-                "--lengths draws micro-batches; omit --micro-batches, --micro-batch, --sequences and --tokens"
+                "--lengths draws a mini-batch: omit --micro-batches, --micro-batch, --sequences and --tokens"
             )
         if self.micro_batches is not None:
             check_counts(self.micro_batches)

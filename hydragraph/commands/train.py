@@ -74,7 +74,7 @@ class TrainOptions(CommonOptions):
         typer.Option(help="Start without tracing, from this folder that hydragraph compile wrote for the config."),
     ] = None
     trust: Annotated[
-        bool, typer.Option("--trust", help="Also load Inductor's code from that folder; it runs with your permissions.")
+        bool, typer.Option("--trust", help="Also load Inductor's code from --compiled; it runs with your permissions.")
     ] = False
     trace: Annotated[
         bool,
@@ -147,7 +147,7 @@ def train_command(options: TrainOptions) -> None:
         elected = nodes is not None and nodes.election is not None
         outcome = _train_when_elected(config, nodes, train) if nodes is not None and elected else train(nodes)
     except Interrupted as request:
-        _print("stopped before training continued: the folder is unchanged")
+        _print("stopped before training began or continued: the run's folder is unchanged")
         raise typer.Exit(_code(request.signal)) from None
     except Overdue:
         _print(f"hydragraph: {overdue()}")
@@ -198,7 +198,7 @@ def _train_when_elected(
     before = RunFolder(Path(config.output)).began  # before any leader begins
     assert nodes.election is not None
     while (leading := follow(nodes, _print)) is not None:
-        _print(f"node {nodes.number} leads (term {nodes.election.standing.lease.term})")
+        _print(f"machine {nodes.number} leads (term {nodes.election.standing.lease.term})")
         try:
             outcome = train(leading, before)
         except Deposed as error:
@@ -280,7 +280,7 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
         )
     if nodes is not None and config.ranks < nodes.count:
         raise ValueError(
-            f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: set at least one rank per node"
+            f"ranks: {config.ranks} are fewer than the {nodes.count} machines: set at least one rank per machine"
         )
     return nodes if nodes is None or store is None else _electing(config, nodes, store)
 

@@ -22,7 +22,7 @@ def test_a_run_that_fits(tmp_path: Path) -> None:
     assert "unknown" in result.stdout
     asked = run("check", write(tmp_path, strategies=LOPSIDED, ranks=2), "--devices", 2)
     assert "computation is not measured: datasheet of the devices at up to 62%" in asked.stdout
-    assert "for 2 H200s, because --cluster is not given, not for this machine (device: cpu)" in asked.stdout
+    assert "for 2 H200s, not for this machine (device: cpu), because --cluster is not given" in asked.stdout
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:

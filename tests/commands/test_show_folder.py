@@ -132,14 +132,14 @@ def test_the_schedule_is_the_programs(folder: Path, tmp_path: Path) -> None:
             assert all(one.end <= two.begin for one, two in zip(row.tasks, row.tasks[1:], strict=False))
     text = shown(folder, "--schedule", "--strategy", "2", "--output", tmp_path / "grid.svg")
     assert text.splitlines()[2:5] == [
-        "  24 in all, a column is 1; the ranks that work are idle 25% of the time",
+        "  24 units in all, 1 per column; the ranks that work are idle 25% of the time",
         "  pipeline 0 stage 0 ranks 0-1 F0F1....B0--F2B1--..B2--",
         "  pipeline 0 stage 1 ranks 2-3 ..F0B0--F1B1--F2B2--....",
     ]
     assert (tmp_path / "grid.svg").read_text().startswith("<?xml")
     one = shown(folder, "--schedule", "--strategy", "2", "--rank", "3", "--output", tmp_path / "one.svg")
     assert one.splitlines()[2:-1] == [
-        "  24 in all, a column is 1; rank 3 is idle 25% of the time",
+        "  24 units in all, 1 per column; rank 3 is idle 25% of the time",
         "  pipeline 0 stage 1 ranks 2-3 ..F0B0--F1B1--F2B2--....",
     ]
     assert "stage 0" not in (tmp_path / "one.svg").read_text()

@@ -259,7 +259,7 @@ def test_micro_batches_of_several_sequences(tmp_path: Path) -> None:
     for wrong, why in (
         (("--sequences", 10, "--micro-batch", 4), "--sequences 10 cannot be split into micro-batches of 4"),
         (("--sequences", 10, "--micro-batches", "2"), "--micro-batches and --sequences both set the size of a step"),
-        (("--lengths", config, "--micro-batch", 2), "--lengths draws micro-batches; omit"),
+        (("--lengths", config, "--micro-batch", 2), "--lengths draws a mini-batch: omit"),
     ):
         refused = run("simulate", config, *options[:-4], *wrong)
         assert refused.exit_code == 2
@@ -297,7 +297,7 @@ def test_a_mini_batch_of_drawn_lengths(tmp_path: Path) -> None:
     assert "2*<tp1,pp1>" in result.stdout
     both = run("simulate", write(tmp_path), *options, "--tokens", 24)
     assert both.exit_code == 2
-    assert "--lengths draws micro-batches; omit" in both.stderr
+    assert "--lengths draws a mini-batch: omit" in both.stderr
 
 
 L4 = "{memory_bytes: 24e9, memory_bytes_per_s: 3e11, flops_per_s: 1e14}"

@@ -62,7 +62,7 @@ def meta_model(text: str) -> nn.Module:
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
-    """Draw lengths that sum to `tokens`, uniformly on a logarithmic scale."""
+    """Draw sequence lengths that sum to `tokens`, each from a uniform distribution on a logarithmic scale."""
     generator = torch.Generator().manual_seed(seed)
     left = tokens
     lengths = []
@@ -84,9 +84,9 @@ def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float
 
         6 N sum(L) + 12 l H D sum(L^2) / 2
 
-    N is the number of weights of linear layers and the head, without the embedding. In each of l layers with H query
-    heads of size D, attention costs 4 L^2 H D in the forward and twice as much in the backward; a causal mask halves
-    the cost. Recomputation is not counted.
+    N is the number of weights of linear layers and the head, without the embedding; L is the length of a sequence. In
+    each of l layers with H query heads of size D, attention costs 4 L^2 H D in the forward and twice as much in the
+    backward; a causal mask halves the cost. Recomputation is not counted.
 
     Args:
         model: a Hugging Face model with a config like Llama's.

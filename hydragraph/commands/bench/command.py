@@ -37,7 +37,7 @@ class BenchOptions(CommonOptions):
     """Output files of a measurement."""
 
     csv: Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")] = None
-    picture: Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")] = None
+    picture: Annotated[Path | None, typer.Option(help="Also draw the results as bars in this PNG file.")] = None
     json: Annotated[
         Path | None, typer.Option(help="Also write the full report to this file, for hydragraph bench report.")
     ] = None
@@ -85,9 +85,9 @@ class BenchKernelsOptions(BenchOptions):
 def kernels_command(options: BenchKernelsOptions) -> None:
     """Time every kernel and its alternatives, over a sweep of sizes.
 
-    The result of each side (implementation) is checked before it is timed, and the sides are timed in turn. GB/s are
-    compared with one large copy, TFLOP/s with one large matrix product; both are measured in the same run. "dispatch"
-    is the backend that hydragraph chooses.
+    The result of each side (implementation) is checked before the side is timed, and the sides are timed in turn. GB/s
+    are compared with one large copy, TFLOP/s with one large matrix product; both are measured in the same run.
+    "dispatch" is the backend that hydragraph chooses.
     """
     import torch
 
@@ -113,25 +113,25 @@ class BenchLinkOptions(BenchOptions):
     """Options of `hydragraph bench link`."""
 
     source: Annotated[
-        str, typer.Option("--from", help="The strategy to switch from: its text, a YAML file, or home.")
+        str, typer.Option("--from", help="The strategy to switch from: its text, a YAML file, or home for no push.")
     ] = "home"
-    target: Annotated[str, typer.Option("--to", help="The strategy to switch to: its text, a YAML file, or home.")] = (
-        "<tp2,pp1>"
-    )
+    target: Annotated[
+        str, typer.Option("--to", help="The strategy to switch to: its text, a YAML file, or home for no pull.")
+    ] = "<tp2,pp1>"
     model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or the YAML file of a run with the model.")] = "7b"
     dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight per node.")
     ] = None
-    home: Annotated[str, typer.Option(help='Each rank\'s share of the state, as in "3,3,1,0 copies=2", or equal.')] = (
-        "equal"
-    )
+    home: Annotated[
+        str, typer.Option(help='Each rank\'s share of the state, as in "3,3,1,0 copies=2", or equal shares: equal.')
+    ] = "equal"
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per simulated micro-batch.")] = 4096
     micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches per simulated pipeline.")] = 4
     measure: Annotated[
         bool | None,
         typer.Option(
-            "--measure/--no-measure", help="Also measure on local CPU ranks; default: only tiny and small models."
+            "--measure/--no-measure", help="Also measure on local CPU ranks; default: for tiny and small models only."
         ),
     ] = None
 
@@ -141,8 +141,8 @@ def link_command(options: BenchLinkOptions) -> None:
     """Show the traffic of a strategy switch: the push of one step's gradients and the pull of the next step's weights.
 
     The state is in a home layout that no strategy changes, so a switch from A to B is a push from A and a pull to B.
-    The bytes between every two ranks are exact. The seconds and the percentage overlapped with computation are
-    simulated, and also measured if local ranks can run the model.
+    The bytes between every two ranks are exact. The seconds, and the percentage of them that overlaps with computation,
+    are simulated; --measure also measures them.
     """
     import torch
 
@@ -185,7 +185,9 @@ class BenchStepOptions(BenchOptions):
     longest: Annotated[
         int | None, typer.Option(min=16, help="Tokens of the longest sequence; default: a quarter of the mini-batch.")
     ] = None
-    rounds: Annotated[int, typer.Option(min=1, help="Number of measured rounds, after two warm-up rounds.")] = 5
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of measured steps of each model, after two warm-up steps.")
+    ] = 5
     compiled: _Compiled = None
     backend: Annotated[
         str | None, typer.Option(help="The backend of hydragraph.compile, such as inductor or eager.")
@@ -197,8 +199,8 @@ def step_command(options: BenchStepOptions) -> None:
     """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
 
     The alternatives are the eager model on padded batches, the eager model on packed batches with PyTorch's flash
-    attention, and the latter with every layer and the loss compiled by torch.compile. All models train on the same
-    sequences; losses and gradient norms are compared first.
+    attention, and the packed model with every layer and the loss compiled by torch.compile. All models train on the
+    same sequences; losses and gradient norms are compared first.
     """
     from hydragraph.commands.bench.bench_models import SHAPES
     from hydragraph.commands.bench.device_ceiling import choose_device

@@ -1,4 +1,4 @@
-"""Limits of a device, measured by one copy and one matrix product."""
+"""Maximum speeds of a device, measured by a large copy and a large matrix product."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def choose_device(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {error}".split("\n")[0]) from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device {name}: PyTorch finds no such device on this machine: omit it, or use --device cpu")
+        raise ValueError(f"--device {name}: PyTorch finds no such device on this machine: omit --device, or use cpu")
     return device

@@ -32,7 +32,7 @@ def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torc
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences into micro-batches of at most `most` tokens; a longer sequence is alone in its micro-batch."""
+    """Pad sequences into micro-batches of at most `most` tokens; a longer sequence is a micro-batch by itself."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:
@@ -168,7 +168,7 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile the loss and every layer separately; one graph of 16 layers would take two minutes."""
+    """Compile the loss and every layer separately; compiling one graph of 16 layers would take two minutes."""
     call = huggingface.caller(model)
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for layer in layers:

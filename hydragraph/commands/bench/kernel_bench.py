@@ -17,7 +17,7 @@ from hydragraph.errors import Unsupported
 ROUNDS = 7
 AT_LEAST_S = 0.01  # hides the overhead of launches
 TOLERANCE = 2e-2  # relative error of bf16 results
-FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail in PyTorch's code
+FOREIGN = ("compiled", "varlen_attn", "torch fused")  # sides that may fail in PyTorch's code
 NOISE = 0.98  # lowest ratio that counts as equally fast
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
@@ -44,7 +44,7 @@ def bench_kernels(
     """Measure kernels by name; without names, measure all kernels.
 
     Args:
-        keep: called with the report so far after every case.
+        keep: called after every case, with the report so far.
 
     Raises:
         ValueError: a name is unknown, or a side's result is wrong.
@@ -77,7 +77,7 @@ def _left_out(sweep: Sweep) -> Iterator[str]:
     if not sweep.compiled:
         yield "torch.compile was not measured: pass --compiled to measure it."
     if sweep.device.type == "cpu":
-        yield "On the CPU, the operators run plain PyTorch; Triton's interpreter is not measured."
+        yield "On the CPU, hydragraph's operators run plain PyTorch; Triton's interpreter is not measured."
 
 
 def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:

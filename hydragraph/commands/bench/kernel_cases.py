@@ -17,7 +17,7 @@ from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
 BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
-RANGES = 2000  # number of ranges in one bucket
+RANGES = 2000  # maximum number of ranges that one call copies
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Case:
 
     Attributes:
         work: bytes moved, or floating-point operations.
-        bound: limit of the speed: "memory" or "products".
+        bound: what limits the speed: "memory", or matrix "products".
         sides: name -> function that returns the result; the first is the reference.
     """
 
@@ -48,7 +48,7 @@ class Sweep:
 
 
 def attention(sweep: Sweep) -> Iterator[Case]:
-    """Causal attention, forward and backward; the masked half is not counted, and a backward counts as 2.5 forwards."""
+    """Causal attention, forward and backward; FLOPs exclude the masked half, and a backward counts as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
     full += [(32768, 32, 8, 128), (16384, 32, 8, 64)]

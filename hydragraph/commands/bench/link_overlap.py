@@ -42,11 +42,11 @@ def simulated(
     moved: Traffic,
     home: Home | None = None,
 ) -> Overlap:
-    """Simulate a step with and without its pulls (or pushes), and this traffic alone.
+    """Simulate a step with and without its pulls (or pushes), and these transfers without computation.
 
     Args:
         tokens: size of a micro-batch, which is one sequence.
-        moved: the pulls or pushes; if there is none, `alone_s` and `exposed_s` are 0.
+        moved: bytes of the pulls or pushes; if no bytes are sent, `alone_s` and `exposed_s` are 0.
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))

@@ -73,7 +73,7 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
     """Report bytes and seconds of a push from one strategy and a pull to another.
 
     Raises:
-        ValueError: a strategy does not fit the model or the cluster, or both ends are home.
+        ValueError: a strategy does not fit the model or the cluster, or `source` and `target` are both "home".
     """
     if settings.source == settings.target == HOME:
         raise ValueError("--from home --to home has no traffic: name a strategy, such as --to '<tp2,pp1>'")

@@ -72,7 +72,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     """Train a model on one rank with every side in turn.
 
     Raises:
-        ValueError: a side's loss or gradient norm differs from the eager model's on packed batches.
+        ValueError: a side's loss or gradient norm differs from that of the eager model on packed batches.
     """
     ceilings = measure_ceilings(settings.device, settings.dtype)
     tell("building the model and compiling it")

@@ -17,7 +17,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
-        starts: [N + 1] int32.
+        starts: [N + 1] int32, the boundaries of N sequences.
 
     Raises:
         Unsupported: the tensors are not on CUDA.
