@@ -100,13 +100,13 @@ def capture(
     check: str | bool = "auto",
     compiled: str | Path | None = None,
 ) -> Program:
-    """Trace a model into blocks with pull, push and communicate placeholders, and check the result numerically.
+    """Trace a model into blocks, with placeholders where strategies insert communication; check them numerically.
 
     The arguments not listed here are those of `hydragraph.frontend.capture.capture`.
 
     Args:
-        check: "auto" compares at least one block of each structure: loss and gradients of its captured graph on packed
-            sequences, and of the model on single sequences. "full" compares all blocks; "off" skips the check.
+        check: "auto" compares loss and gradients of the captured graph on packed sequences with those of the model on
+            single sequences, for at least one block of each structure; "full", for all blocks; "off" skips the check.
         compiled: folder of `hydragraph compile` to read the program from.
 
     Raises:
@@ -159,13 +159,13 @@ def compile(
         strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, from which each step takes the fastest;
             or "auto", which plans for `lengths`, with `profile` or after measuring the devices.
         optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer. Tensors that
-            other ranks own are empty. Moves call it again, and a check calls it with full shapes. None: no training.
+            other ranks own are empty. `move` and (with full shapes) a check call it again. None: no training.
         max_grad_norm: global norm to which gradients are clipped.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: device of this rank; by default a GPU if available.
-        loss: function of the model's outputs and the packed batch that returns the loss summed over targets.
-        check: see `hydragraph.capture`, as for example and blocks; also covers a strategy before its first step.
-        profile: result of `hydragraph profile`, or `Costs` for devices that differ; None uses rough or measured costs.
+        loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
+        check: as for `capture`, like `example` and `blocks`; each strategy is also checked before its first step.
+        profile: result of `hydragraph profile`, or `Costs` for devices that differ; None: "auto" measures costs.
         lengths: sequence lengths of sample mini-batches.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
@@ -174,9 +174,9 @@ def compile(
         home: each rank's share of the state, also as text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether to join running ranks later (`Executable.move`); pass a meta model, otherwise their arguments.
+        joining: whether to join running ranks later (`Executable.move`); pass those ranks' arguments, but a meta model.
         deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
-        window: maximum bytes in flight, for fp32 gradients and for weights each; None: up to twice the largest block.
+        window: maximum bytes of fp32 gradients in flight; it allows as many weights. None: twice the largest block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -299,7 +299,7 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
-    """Compile the graphs of the known strategies for all ranks of a machine.
+    """Compile the graphs of the given strategies for all ranks of a machine.
 
     Return None for a single rank, for Inductor, or if a strategy does not fit, which every rank reports later.
     """
@@ -353,7 +353,7 @@ def _check_origin(program: Program, source: _Source) -> None:
 
 @own_modes("precompile")
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
-    """Compile a program's templates for strategies; not for Inductor, which caches its code on disk.
+    """Compile a program's templates for strategies, for the eager backend only: Inductor caches code on disk.
 
     While this process keeps the result, its executables and those of forked ranks (`launch`) reuse the graphs.
     """
@@ -397,7 +397,7 @@ class RankPrograms(Sequence[RankProgram]):
 
         Args:
             cluster: a Cluster, whose devices and links are priced from their datasheets, or Costs.
-            tokens: length of the only sequence of a micro-batch, as one number for all pipelines or one per pipeline.
+            tokens: length of a micro-batch, which is one sequence; one number for all pipelines or one per pipeline.
             efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.
             home: owners of the state on a Cluster (Costs have their own); None uses the owners that `compile` chooses.

@@ -56,7 +56,7 @@ ASSUMED = (4, 512)
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to plan for, and the home of its state."""
+    """Model to plan for, and the home (the owners) of its state."""
 
     model: MeasuredModel
     home: Home
@@ -81,7 +81,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 
     Raises:
         Unsupported: no plan fits the devices; raised on all ranks.
-        ValueError: hosts have different versions or models.
+        ValueError: hosts have different models or package versions.
     """
     if not planning.lengths:
         count, tokens = ASSUMED
@@ -135,7 +135,7 @@ def measure_newcomers(
         lengths = next(filter(None, groups.gather(planning.lengths)), None)  # joining ranks may have none
         more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
         costs, source = _costs(subject, discover(groups), groups, replace(planning, lengths=lengths), more)
-        _LOG.info("devices of other types joined; the new costs are %s", source)
+        _LOG.info("devices of other types joined; new costs: %s", source)
         return costs
     finally:
         groups.close()

@@ -94,14 +94,14 @@ class Beforehand:
                 self._process.kill()
             if not self._closed:
                 _LOG.warning(
-                    "new strategies are not prepared alongside training, but when ranks switch to them: %s",
+                    "new strategies cannot be prepared alongside training, so ranks prepare them at the switch: %s",
                     error,
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class Readying:
-    """Preparation of a rank for new strategies.
+    """One rank's part in the preparation of new strategies.
 
     Attributes:
         check: check of new strategies; None if this rank does not run it.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
 
 AUTO_CANDIDATES = 8  # maximum number of strategies that "auto" proposes
-SAMPLE = 16  # maximum number of mini-batches
+SAMPLE = 16  # maximum number of mini-batches in a sample
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose the owners of the state on rank 0 for all ranks; return a home whose rule is None.
+    """Choose, on rank 0 for all ranks, the ranks that own the state; return a home whose rule is None.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -137,7 +137,7 @@ def _question(
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
-    if home.copies > 1 and len(set(nodes)) > 1:  # otherwise each rank counts as a node
+    if home.copies > 1 and len(set(nodes)) > 1:  # on one host, each rank counts as a node
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)
@@ -174,7 +174,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best single strategy for the sample, then alternatives that save most time if steps may choose."""
+    """Return the best single strategy for the sample, then strategies that save time if each step chooses one."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -229,7 +229,7 @@ def at_once_among(
     """Search quickly for a good strategy on devices that differ, while all ranks wait; return None if none is found.
 
     Args:
-        running: strategies that ran before, best first.
+        running: earlier strategies, those of the same ranks first.
     """
 
     def search() -> Strategy | None:
@@ -271,7 +271,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the planner's costs of the candidates, which are rough without a profile."""
+    """Return the costs of the candidates for the planner; without a profile, the costs are rough."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)

@@ -72,7 +72,7 @@ class CompiledModel:
         tensors: state-dict key -> canonical name of its parameter or buffer.
         shell: the model without weights, or None for a model that is not from transformers.
         adapted: whether the model is a peft model.
-        check: check of a strategy's graphs before its first step; None if this rank does not run it.
+        check: object that checks graphs before a strategy's first step; None if this rank does not check.
         state: detector of changes that the user makes to the model after compilation.
     """
 
@@ -127,7 +127,7 @@ class CompiledModel:
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Check that all ranks have the same weights, and copy them into a home state."""
+        """Check that all ranks have equal weights (for a meta model, seeds), and copy this rank's weights to `home`."""
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:

@@ -45,7 +45,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
         probe: function that returns the device's speed in matrix products per second.
 
     Raises:
-        ValueError: hosts have different versions.
+        ValueError: hosts have different package versions.
     """
     reports = report_devices(groups, probe)
     types = types_of(reports)
@@ -57,7 +57,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
     """Return a cluster with one node for each type of device on each host.
 
-    If the order of ranks differs from the order of these nodes, all nodes get the slowest links.
+    If ranks are not ordered by these nodes, all nodes get the slowest links.
     """
     hosts = list(dict.fromkeys(report.node for report in reports))
     host_of = [hosts.index(report.node) for report in reports]

@@ -49,7 +49,7 @@ class Executable(Membership):
     Attributes:
         strategies: strategies that steps choose from.
         given, wanted_home: the arguments `strategy` and `home` of `compile`.
-        measured_seats: seats of the devices that `given_profile` prices; None means 0, 1, ...
+        measured_seats: seats (initial ranks) of the devices that `given_profile` prices; None means 0, 1, ...
         spans: None, or a list to which steps append the times of their instructions.
         watched: whether idle ranks probe their device; set the same value on all ranks.
         stopping: 0, or a positive number to make the next `step` raise `Stopped` on all ranks.
@@ -65,10 +65,10 @@ class Executable(Membership):
         """Train on one global mini-batch, identical on every rank.
 
         Args:
-            sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels or shift_labels, and a
-                tensor [L, ...] per custom field of compile's example=. The loss ignores labels of -100. Causal models
-                shift labels; shift_labels are already aligned with the predictions. A mapping may also be a batch
-                [B, L] with an attention_mask for padding on the right.
+            sequences: 1-D tensors or lists of token ids; or mappings with input_ids, labels or shift_labels, and a
+                tensor [tokens, ...] per custom field of compile's example=. The loss ignores labels of -100. Causal
+                models shift labels; shift_labels are already aligned with the predictions. A mapping may also be a
+                batch [sequences, tokens] with an attention_mask for padding on the right.
             strategy: strategy for this step, or its text; by default, the strategy given to `compile`, or the best of
                 several. Changing the strategy moves no optimizer state.
             divide_by: divisor of the sum of losses: the number of "targets" or "sequences" in the mini-batch, or any
@@ -86,14 +86,14 @@ class Executable(Membership):
         return self._iterate(sequences, strategy, "train", divide_by)
 
     def announce(self, sequences: Batches) -> None:
-        """Plan the mini-batch of a later step while earlier steps run; optional, on any rank."""
+        """On rank 0, plan the mini-batch of a later step while earlier steps run; optional."""
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
 
     def promise(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> None:
-        """Promise the step after the next; promising is optional, but all ranks must make the same promise.
+        """Promise the arguments of the step after the next step; optional, but all ranks must make the same promise.
 
         Ranks agree on the promised step during the step before it, which saves a synchronization. Only the next call of
         `step` uses a promise, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move` may be
@@ -113,8 +113,8 @@ class Executable(Membership):
             request: costs of the strategies' pipelines, in the order of `strategies`.
             static: index of the only strategy to use, or None to choose the best for every step.
             ready_first: whether to use the current strategies until the new strategies are compiled and checked in the
-                background, instead of compiling them in their first step; see `changing` and `change_refused`. Not
-                supported with Inductor.
+                background, instead of compiling them in their first step; see `changing` and `change_refused`. Inductor
+                still compiles them in their first step.
 
         Raises:
             Unsupported: a strategy does not fit, this rank does not plan, or strategies of the previous call have just
@@ -163,7 +163,7 @@ class Executable(Membership):
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a joining device is of another type than its seat's; all ranks must call this.
+        """Measure all devices again if a joining device has another type than its seat had; all ranks must call this.
 
         Return whether the devices were measured.
         """
@@ -197,7 +197,7 @@ class Executable(Membership):
     def evaluate(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> StepReport:
-        """Return the loss of a mini-batch without changing anything; arguments as for `step`."""
+        """Report the loss of a mini-batch without changing any state; arguments as for `step`."""
         return self._iterate(sequences, strategy, "evaluate", divide_by)
 
     @overload
@@ -218,8 +218,8 @@ class Executable(Membership):
 
         Args:
             sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 are ignored.
-            entropy: whether to also return the sum of the entropies of the targets' distributions, in nats; this
-                materializes the logits of a micro-batch.
+            entropy: whether to also return the entropy of the predicted distributions, in nats, summed over targets;
+                this materializes the logits of a micro-batch.
 
         Returns:
             One fp32 value per sequence, in the order of the sequences, on the CPU of every rank; 0 for a sequence
@@ -346,7 +346,7 @@ class Executable(Membership):
             extra: plain data that `load` returns.
             asynchronous: whether to return once this rank's shards are copied to CPU memory, and to write in the
                 background. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
-                write; the first of these calls or the next step raises an error of the write on every rank.
+                write. If the write fails, the first of these calls or the next step raises the error on every rank.
         """
         self._holding.begin()
         changed = self._compiled.state.changed_weights()
@@ -409,7 +409,7 @@ class Executable(Membership):
             raise Unsupported(
                 "the model has adapters, so its weights have other names than the base model's",
                 where="load_pretrained",
-                remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
+                remedy="load weights before you compile, with from_pretrained of the base model or of peft",
             )
         self._stop_handover()
         shell = self._compiled.shell

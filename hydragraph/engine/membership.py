@@ -133,7 +133,7 @@ class Membership(IterationRunner):
 
     @property
     def owners(self) -> Home:
-        """Home that currently owns the state."""
+        """Current home: which ranks own the state."""
         return self._session.owners.home
 
     @property
@@ -149,8 +149,8 @@ class Membership(IterationRunner):
     def leave(self) -> None:
         """Close the communicators and keep the state, before ranks meet again.
 
-        This call is local and waits only for a save that is being written. Call `leave` before destroying the process
-        group.
+        This call waits only for a save that is being written and, during a handover, for the other ranks. Call `leave`
+        before destroying the process group.
         """
         if self._holding.held is not None:
             try:
@@ -178,8 +178,8 @@ class Membership(IterationRunner):
 
         Call `move` after a failure or between two steps; joining ranks use an executable compiled with `joining=True`.
         The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, all ranks
-        finish it. Every rank keeps its old state until all ranks have the new state; if the move fails, let the ranks
-        meet again and repeat the move.
+        finish it. Every rank keeps its old state until all ranks have the new state; if the move fails, connect the
+        ranks again and repeat the move.
 
         Args:
             world: this process's place in the new world, with an initialized process group, or the current world.

@@ -62,7 +62,7 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
-        """Return and remove the plan of a mini-batch; return None if the plan was not requested or is late."""
+        """Return and remove a mini-batch's plan; None if it was not requested or is not ready after `patience_s`."""
         with self._changed:
             if lengths not in self._plans:
                 return None
@@ -70,7 +70,7 @@ class PlanService:
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Plan with a new request from now on; plan submitted mini-batches again unless `forget` discards them."""
+        """Plan with a new request from now on; plan submitted mini-batches again or, with `forget`, discard them."""
         with self._changed:
             self._request = request
             self._number += 1

@@ -14,8 +14,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Minimum ratio of the lower to the higher of current and former speed, to reuse a profile if all devices are of one
-# type: a common slowdown does not change the order of plans.
+# If all devices are of one type, a profile is reused if the lower of current and former speed is at least this fraction
+# of the higher: a common slowdown keeps the order of plans.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> Profile | None:
-    """Return the stored profile of a device of similar speed, as of type `type_`; None if no profile can be read.
+    """Return the stored profile of a device of similar speed, renamed to type `type_`; None if none can be read.
 
     Args:
         alone: whether all devices are of one type.

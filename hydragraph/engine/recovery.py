@@ -50,7 +50,7 @@ class Survived:
         joined: current numbers of new ranks.
         restored: step of the checkpoint that was read, or None if no state was lost.
         received: bytes of state received from other ranks.
-        seconds: time from this rank's exception to the arrival of the state.
+        seconds: time from this rank's call until it has its state.
         why: description of the failure.
         ending: reason why these ranks may only save and end, or "" if they continue.
         read: bytes of pieces that this rank read, by kind of storage: "memory", "disk" and "store".
@@ -106,14 +106,14 @@ def meet_again(
         newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
             first rank that has one.
         soon: whether to use the first good strategy instead of searching for the best.
-        rates: slowdowns of slow members, on the rank that monitors members.
+        rates: slowdowns of slow processes by member number, on the rank that monitors them.
         pieces: this rank's checkpoint pieces, if all ranks have pieces; ranks read the newer of pieces and
             checkpoint.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
         raise failure or ValueError(
-            "survive: ranks cannot recover: give launch elastic=hg.Elastic(), and call survive after a step raises"
+            "survive: ranks cannot recover: pass elastic=hg.Elastic() to launch, and call survive after a step raises"
         )
     began = time.monotonic()
     reasons: list[str] = []
@@ -252,7 +252,7 @@ def strategies_for(
 def costs_for(
     given: Profile | Costs | None, seats: Sequence[int], home: Home, priced: Sequence[int] | None = None
 ) -> Profile | Costs | None:
-    """Return the costs of strategies on the devices of these seats.
+    """Return the costs of strategies on the devices in these seats (initial ranks).
 
     Args:
         seats: seat of each rank; if a seat lies outside the cluster, devices are assumed to be identical.

@@ -1,6 +1,6 @@
-"""State of an executable that belongs to one set of ranks and one home.
+"""Part of an executable that depends on its ranks and on its home (which ranks own which state).
 
-A session is recreated when ranks join or leave, or when state moves; the executable and its variants are kept.
+A session is recreated when ranks join or leave, or when state moves; the executable and its compiled graphs are kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Session:
         Args:
             alike: named texts that must be identical on all ranks.
             log: progress of the state that `fill` provides, if this state is not new.
-            ending: session of the same world whose communicators and unmoved state are reused.
+            ending: earlier session of the same world; its communicators and unmoved state are reused.
 
         Raises:
             ValueError: an input differs between ranks, or the home does not fit the ranks; raised on every rank.
@@ -228,7 +228,7 @@ def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Group
     sent = refused
     if refused is not None and not isinstance(refused, Unsupported) and groups.world.ranks > 1:
         sentence = f"rank {groups.world.rank} cannot make the optimizer ({type(refused).__name__}: {refused})"
-        sent = Unsupported(sentence, where="optimizer", remedy="correct the function optimizer=")
+        sent = Unsupported(sentence, where="optimizer", remedy="correct the function passed as optimizer=")
         sent.__cause__ = refused
     raise_together(groups, sent, sent)
     groups.same_everywhere("optimizer and its settings", settings_of(optimizer))

@@ -49,7 +49,7 @@ class ParityRow:
     """Comparison of a strategy with the reference, for the parameter with the largest error.
 
     Attributes:
-        error, norm: |error|_2 and |g|_2 of the parameter's gradient.
+        error, norm: L2 norms of the error in the parameter's gradient g, and of g.
         ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
     """
 
@@ -150,7 +150,7 @@ def verify(
     masks: Masks | None = None,
     label_smoothing: float = 0.0,
 ) -> list[ParityRow]:
-    """Compare strategies with one device, on all ranks; return one row per strategy on rank 0, [] elsewhere."""
+    """Compare strategies with one device; return a row per strategy on rank 0, else []. All ranks must call this."""
     expected = reference(model, sequences, masks, label_smoothing) if rank == 0 else None
     rows = []
     for strategy in strategies:

@@ -163,7 +163,7 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
         gone = sum(hi - lo for lo, hi in intervals)
         lo, hi = intervals[0]
         raise ValueError(
-            f"move: no remaining rank has elements [{lo}, {hi}) of bucket {name} ({gone / size:.0%} of it; "
+            f"move: no remaining rank has elements [{lo}, {hi}) of bucket {name} ({gone / size:.0%} of it is lost; "
             f"{len(route.lost)} of {len(route.buckets)} buckets are incomplete): use copies=2 in the home, or give a "
             "checkpoint with restore="
         )

@@ -20,7 +20,7 @@ class Call:
 
     Attributes:
         batch: mini-batch, or None if the call is rejected.
-        strategy: requested strategy, or None for the default or if the call is rejected.
+        strategy: requested strategy; None if the call requests none or is rejected.
         mark: digest of the call, or of the error that rejects it.
     """
 

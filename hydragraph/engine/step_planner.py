@@ -121,7 +121,7 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Plan with the last candidate if it runs all sequences, else with the candidate that runs the longest."""
+        """Plan with the last candidate, or, if it cannot run all sequences, the one that runs the longest sequences."""
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

@@ -11,7 +11,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class StepReport:
-    """Metrics of one step; identical on every rank except `seconds`.
+    """Metrics of one step; identical on every rank except `seconds`, `planning_s` and `preparing_s`.
 
     Attributes:
         step: number of the step, counted from 1.

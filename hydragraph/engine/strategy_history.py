@@ -1,4 +1,4 @@
-"""History of strategies on earlier sets of ranks, by seat, because recoveries renumber ranks but not seats."""
+"""History of strategies on earlier sets of ranks, by seat (initial rank), because recoveries renumber ranks."""
 
 from __future__ import annotations
 
