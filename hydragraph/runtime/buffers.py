@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # with more idle buffers of one size than this, reuse waits for the device
+AHEAD = 2  # if more buffers of one size are idle, reuse waits for the device
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by number of elements and dtype
 

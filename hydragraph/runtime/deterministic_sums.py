@@ -66,8 +66,8 @@ class Deterministic:
         """Check that all stages of these and earlier strategies split products in the same way.
 
         Raises:
-            Unsupported: two stages differ, a stage streams or has sums in pieces, or the devices of a stage with more
-                than two devices are not in ascending order.
+            Unsupported: stages are split differently, a stage streams or has sums in pieces, or the devices of a stage
+                with more than two devices are not in ascending order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):

@@ -1,7 +1,7 @@
 """Reports of every rank's device, and the grouping of devices into types.
 
-From the fastest to the slowest, a rank joins a type if its speed is at least `ALIKE` times the median speed of the
-type's ranks.
+Starting with the fastest, each rank joins a type if its speed is at least `ALIKE` times the median speed of the type's
+ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
         probe: returns products per second.
 
     Raises:
-        ValueError: hosts have different versions.
+        ValueError: hosts have different package versions.
     """
     device = groups.world.device
     memory = device_memories(groups)[groups.world.rank]
@@ -125,7 +125,7 @@ def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
 
 
 def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
-    """Return whether a device belongs to a type whose members are all at least as fast."""
+    """Return whether a device belongs to a type; none of the `members` is slower than the device."""
     leader = members[0]
     memories = sorted((own.memory_bytes, leader.memory_bytes))
     if own.name != leader.name or memories[0] < ALIKE * memories[1]:

@@ -1,4 +1,4 @@
-"""Execution of links: one grouped operation per bucket, which every rank enters, with one message per pair of ranks.
+"""Execution of links (transfers of a bucket to another layout): each is one collective of all ranks.
 
 A push to a home with two copies has two links: first owners sum the gradients of all ranks, then send the sums to
 second owners. Gradients are summed in the order of source ranks, so a repeated step gives bitwise equal results.
@@ -34,9 +34,10 @@ class Exchange:
     """One rank's part of a link; source and target may be parts of buffers.
 
     Attributes:
-        sends, receives: pieces of the local source and target buffers, by peer in rank order, including this rank.
+        sends: pieces of the local source buffer, ordered by peer, including this rank.
+        receives: pieces of the local target buffer, in the same order.
         sent, received: elements per peer.
-        native: "all_gather" or "reduce_scatter" for equal shards and whole copies, without intermediate buffers.
+        native: "all_gather" or "reduce_scatter" if one of them moves the data without intermediate buffers.
         stays: whether no rank sends data to another rank, so messages are skipped.
     """
 
@@ -64,7 +65,7 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """Number of sending peers if each sends the whole target, as a row to sum; else 0."""
+        """Number of peers that send, if each sends one row for the whole target; else 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
@@ -303,7 +304,7 @@ class _Transfer:
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
             return self._finish(message, lambda: home, gradients)
-        # Return the copied buffer before taking `incoming`, to lower peak memory.
+        # Give the copied buffer back before taking `incoming`, to lower peak memory.
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
@@ -328,8 +329,7 @@ class _Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Sums need a separate channel, because ranks send them between different pushes, but in the order of the
-        # pushes.
+        # Sums need a separate channel: ranks send them in the same order, but not after the same pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:
@@ -344,7 +344,7 @@ class _Transfer:
         return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
 
     def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sent pieces, packed and cast, or the buffer itself if packing changes nothing."""
+        """Return the pieces to send, packed and cast; the buffer itself if packing changes nothing."""
         if buffer.dtype == dtype and _is_whole(self.exchange.sends, len(buffer)):
             return buffer
         gathered = self.buffers.take(sum(self.exchange.sent), dtype)

@@ -59,8 +59,8 @@ class IterationOutcome:
 
     Attributes:
         grad_norm: norm of all gradients; 0 for an evaluation.
-        scores: log-probability, and entropy if requested, of each sequence, [L, K] fp64 on the CPU; empty without
-            scoring.
+        scores: each sequence's log-probability and, if requested, entropy: [sequences, 1 or 2], fp64, on the CPU; empty
+            without scoring.
     """
 
     loss: float
@@ -324,7 +324,7 @@ class Executor:
 
     @staticmethod
     def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
-        """Return a block's streamed weights, which are freed before its backward, by bucket."""
+        """Return, by bucket, the weights that a block streams: they are freed before its backward."""
         read = (value for value in instruction.reads if value.kind is ValueKind.WEIGHTS)
         return {value.bucket: it.values[value] for value in read if value.exchange != value.bucket}
 
@@ -617,7 +617,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return (parts [2, 3], scale): the exact sums of parts over ranks are the loss and the scaled squared norm.
+        """Return (parts [2, 3], scale): over ranks, row 0 sums to the loss, row 1 to the squared norm times scale**2.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.
@@ -646,7 +646,7 @@ class Executor:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a value with the strides that receiving gives it, because kernels choose the order of sums by strides."""
+    """Return a value with the strides of a received one, because kernels choose the order of sums by strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)

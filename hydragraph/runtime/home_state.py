@@ -62,7 +62,7 @@ class HomeState:
 
     Attributes:
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
-        counted: views into `gradients`; exactly one rank counts each element.
+        counted: views of the gradients that this rank, and no other rank, counts in norms.
         pieces: parameter name -> part that this rank owns, possibly empty, in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`; `.grad` is a view into `gradients`, or None if the
             parameter gets no gradient.
@@ -205,7 +205,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
 
     Raises:
         Unsupported: all parameters are frozen, or the optimizer needs whole tensors (LBFGS, Adafactor, Muon, ...) or
-            has other parameters.
+            has parameters that it did not receive.
     """
     named = state.named()
     if not state.gradients:

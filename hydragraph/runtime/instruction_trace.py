@@ -30,8 +30,8 @@ class RankTimes:
     Attributes:
         seconds: time from the rank's first instruction to the commit, when no work is pending.
         own: seconds that blocks took, by template in the order of `Program.kinds`, without waits for other ranks.
-        ran, queued: seconds of `own` (or of a probe, if no block ran) that the thread ran, and that it waited for its
-            core; 0 if unknown.
+        ran: seconds of `own` (or of a probe, if no block ran) in which the thread ran; 0 if unknown.
+        queued: seconds of `own` (or of the probe) in which the thread waited for its core; 0 if unknown.
         probe: products per second in a probe (`runtime.speed_probe`), or 0.
     """
 
@@ -121,8 +121,8 @@ class Timing:
 
         Args:
             kind: the template's index in `Program.kinds`.
-            waited, scheduled: functions that return the total seconds of waits for other ranks, and the seconds that
-                this thread ran and was queued.
+            waited: function that returns the total seconds of waits for other ranks.
+            scheduled: function that returns the total seconds that this thread ran, and that it waited for its core.
         """
         before = waited()
         ran, queued = scheduled()

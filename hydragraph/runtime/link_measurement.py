@@ -74,7 +74,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs; each pair meets once. An odd number of players leaves one out of each round."""
+    """Return rounds of disjoint pairs; each pair meets once. If the number is odd, one player pauses in each round."""
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -110,10 +110,10 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """Estimate the number of network cards of a node.
 
     Args:
-        alone_s, together_s: seconds of a message if one pair sends alone, and of the slowest message if all pairs send
-            at once.
+        alone_s: seconds of a message if one pair sends alone.
+        together_s: seconds of the slowest message if all pairs send at once.
     """
-    if pairs < 2:  # one pair cannot distinguish cards
+    if pairs < 2:  # one pair uses one card
         return 1
     sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs per card
     return max(1, round(ranks / sharing))
@@ -143,8 +143,8 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
     """Return the seconds of a message, given the seconds until its answer arrives.
 
     Args:
-        before: smaller messages, of which the smallest takes as long as the answer; if empty, message and answer are
-            equal.
+        before: smaller messages, of which the smallest takes as long as the answer; if empty, message and answer have
+            the same size.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
 

@@ -17,7 +17,7 @@ class Finish:
     """Function that ends an exchange; called once, on the stream that started the exchange.
 
     Attributes:
-        then: starts a second exchange, which completes the value, with the result of the first.
+        then: function that, after the first exchange, starts a second one, which completes the value.
     """
 
     result: Callable[[], Tensor]
@@ -38,8 +38,8 @@ class Pending:
     """Value in flight: its exchange ends on one stream, and another stream then waits for it.
 
     Args:
-        at_once: if waits are queued, end the exchange right after its start. Pass False if the end would delay later
-            work of the stream.
+        at_once: whether to end the exchange right after its start, if the device queues waits. Pass False if the end
+            would delay later work of the stream.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:

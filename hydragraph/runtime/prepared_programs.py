@@ -61,7 +61,7 @@ class Prepared:
     """One rank's program with all its data.
 
     Attributes:
-        pulls, pushes: exchanges by name, which is the bucket's name unless the exchange is streamed.
+        pulls, pushes: exchanges by name: the bucket's name or, in a streamed stage, a name per use.
         handings: exchanges to second owners, by the name of the bucket's last push.
         adds: pushes that follow another push of the same bucket, and therefore add to the home gradients.
         at_home: buckets whose gradients accumulate in the home gradients.

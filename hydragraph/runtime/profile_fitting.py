@@ -1,8 +1,8 @@
 """Fitting of the cost models' constants by non-negative least squares.
 
 The fit minimizes the relative errors of micro-batches, weighted by their seconds. Each number of tokens is measured as
-one sequence and as several sequences, whose times differ only in the quadratic part. The column of attention with a
-window or chunks is the sum of `Reach.pairs`.
+one sequence and as several sequences, whose times differ only in the quadratic part. For attention with a window or
+chunks, the fit has a column of sums of `Reach.pairs`.
 
 Formulas of Hydraulis -> functions:
 
@@ -91,7 +91,7 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        reaches: reaches of the attention calls; without a reach, the cost has no quadratic part.
+        reaches: how far each attention call reaches (`Reach`); if empty, the cost has no quadratic part.
 
     Raises:
         ValueError: there are fewer measurements than constants, or a time is not above 0.
@@ -121,7 +121,7 @@ class LinkFit:
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
-    """Fit latency and bandwidth to messages of several sizes in bytes; None if no bandwidth is visible."""
+    """Fit latency and bandwidth to messages; None if their seconds do not grow with their sizes in bytes."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
     alike = np.ones(len(measured))  # short and long messages count equally
@@ -135,7 +135,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
     """Return UtilLen: the number of tokens with which a micro-batch reaches 85 % of the plateau of tokens/s.
 
-    The quadratic part, which does not grow with the number of sequences, is subtracted first.
+    The time of attention, which depends on how tokens are divided into sequences, is subtracted first.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
@@ -170,7 +170,7 @@ class Measured:
 
     Attributes:
         piece: sizes of the template, without seconds.
-        reaches: reaches of the attention calls; without a reach, the time is linear.
+        reaches: how far each attention call reaches; if empty, the time is linear.
         forward: seconds of the forward, which are part of `seconds`; empty if not measured.
     """
 
@@ -295,7 +295,7 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     if link is None:
         return [*notes, "the times of messages do not grow with their bytes: no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:
-        notes.append(f"message times differ from latency + bytes / bandwidth by {link.residual:.0%}: see these times")
+        notes.append(f"message times differ from latency + bytes / bandwidth by {link.residual:.0%}: see `messages`")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Measurement of a profile: times of templates, not of models or strategies.
+"""Measurement of a profile: times of templates (graphs that equal blocks share), not of models or strategies.
 
 Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
 stage is the sum of its templates' times. All groups of ranks run simultaneously, as in training, and the median over
@@ -49,7 +49,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # elements of home shards
+UPDATED = (1 << 16, 1 << 21)  # elements of shards whose update is timed
 CHAIN = 4  # maximum blocks per measurement
 PRECISE = 0.01  # sufficient relative standard error
 USABLE = 0.9  # usable fraction of memory, because of fragmentation

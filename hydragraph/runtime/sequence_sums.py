@@ -27,8 +27,8 @@ class Scored:
         """Return the sums of each sequence's values in fp64, [L, K]; 0 for sequences of other ranks.
 
         Args:
-            rows: for each micro-batch, values of its tokens [1, T, K] and bounds of its sequences [N + 1], padding
-                last.
+            rows: for each micro-batch, its tokens' values [1, tokens, K] and its sequences' bounds [sequences + 1],
+                padding last.
         """
         total = torch.zeros(self.count, self.values, dtype=torch.float64, device=device)
         for micro_batch, (values, bounds) in rows.items():

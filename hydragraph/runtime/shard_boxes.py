@@ -1,4 +1,4 @@
-"""This rank's weights, divided into boxes for a checkpoint."""
+"""This rank's weights, divided into boxes (rectangular parts of tensors) for a checkpoint."""
 
 from __future__ import annotations
 

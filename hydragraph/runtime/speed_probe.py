@@ -47,7 +47,8 @@ class SpeedProbe:
     """Probe of one device, which takes `most_s` seconds.
 
     Args:
-        clock, scheduled: functions that return the time, and the seconds that this thread ran and was queued.
+        clock: function that returns the time.
+        scheduled: function that returns the seconds that this thread ran, and that it waited for its core.
     """
 
     def __init__(

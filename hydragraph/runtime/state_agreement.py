@@ -40,7 +40,7 @@ class StateProgress:
 
     Attributes:
         norm: norm of the gradients of the last update, before clipping.
-        gathered: whether home owners have all gradients of the next update.
+        gathered: whether owners have all gradients of the next update.
     """
 
     updates: int = 0
@@ -51,7 +51,7 @@ class StateProgress:
 
 @dataclass
 class ProgressLog:
-    """A rank's progress; each change is one assignment."""
+    """A rank's progress; each change is one assignment, so no interruption splits it."""
 
     progress: StateProgress = StateProgress()
 
@@ -85,7 +85,7 @@ class Standing:
     """States of one rank when ranks form a new world.
 
     Attributes:
-        arrived: complete state of a move to which the rank has not switched yet.
+        arrived: complete state that a move brought, but to which the rank has not switched.
         called: numbers that the rank has had since `held`, in worlds that did not complete a move.
     """
 
@@ -107,7 +107,7 @@ class AgreedState:
         generation: generation of the agreed state, or -1 if no rank has any state.
         before: number of each new rank in the agreed state, or None if the rank has no valid state.
         updates: number of updates after all ranks have finished their step.
-        leader: the first rank without an unfinished step, whose hyperparameters count.
+        leader: the first rank that has finished its step; its hyperparameters count.
     """
 
     generation: int

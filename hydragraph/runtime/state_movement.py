@@ -1,8 +1,8 @@
 """Movement of weights and optimizer state from one home to another.
 
-A bucket's two home layouts are linked (`ir.link.move`). The whole state, in the order of buckets, is divided into
-windows of at most CHUNK bytes. In each window, a pair of ranks exchanges one message. The old state stays unchanged
-until the new one is complete.
+`ir.link.move` links each bucket's old and new layout. The whole state, in the order of buckets, is divided into windows
+of at most CHUNK bytes. Per window, a rank sends each other rank one message. The old state stays unchanged until the
+new one is complete.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Route:
             yield window
 
     def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[MovedPart]:
-        """Yield the parts of a window that a rank sends, receives or keeps, in the same order on both ranks."""
+        """Yield the parts of a window that a rank sends, receives or keeps; sender and receiver use the same order."""
         for bucket in self.buckets:
             if bucket.name not in window:
                 continue
