@@ -31,7 +31,7 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Numbers of candidates that are always evaluated.
+# Numbers of candidates, and of homogeneous candidates, that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
 # Number of mini-batches that are used only to improve candidates.
@@ -180,9 +180,9 @@ def explain(
     """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        lengths: tokens of the data's sequences; longer sequences are truncated to `context` tokens.
+        lengths: tokens of each sequence of the data; at most `context` tokens of it are used.
         tokens: minimum tokens per mini-batch.
-        strategies: default: proposals for the data, homogeneous strategies, and improvements of both.
+        strategies: by default proposals for the data, homogeneous strategies, and improvements of both.
 
     Raises:
         Unsupported: no candidate fits a mini-batch, or the profile does not contain a scheme.

@@ -58,7 +58,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
-        if (place.first_layer, place.last_layer) in seen:  # shared by stages
+        if (place.first_layer, place.last_layer) in seen:  # shared by pipelines
             continue
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]

@@ -60,10 +60,10 @@ class IterationView:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of ranks with equal memory over an iteration, in bytes.
+    """Memory over an iteration, in bytes; equal for all of `ranks`.
 
     Attributes:
-        parts: of the peak, as (name, bytes).
+        parts: parts of the peak, as (name, bytes).
         points: (seconds, bytes from then on); empty if only the peak is known.
     """
 
@@ -122,7 +122,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices and layers of a strategy; `note`: on omitted parts."""
+    """Devices and layers of a strategy; `note` says what is omitted."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -136,7 +136,7 @@ class Contender:
     Attributes:
         seconds: time of an iteration; None if the strategy does not fit.
         micro_batches: number in each pipeline; empty: unknown.
-        shares: of the iteration, as (name, fraction).
+        shares: fractions of the iteration, as (name, fraction).
         why: why the strategy lost; "" for the best strategy.
     """
 
@@ -170,7 +170,7 @@ class Happened:
         begin_s: time of the first step, in seconds since 1970.
         events: events in order of time, without checkpoints.
         counts: changes of the number of ranks, as (step, number from then on).
-        parts: of the wall time, as (name, seconds); empty if unknown.
+        parts: parts of the wall time, as (name, seconds); empty if unknown.
     """
 
     begin_s: float

@@ -50,7 +50,7 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
     Args:
         rows: <tr> elements.
         left: columns whose heads are aligned left.
-        style: class of a table that is not inside another element.
+        style: class of the table; None for a table inside another element.
     """
     head = tag("tr", [tag("th", name, scope="col", class_="left" if name in left else None) for name in heads])
     element = tag("table", tag("thead", head), tag("tbody", rows), class_=style)

@@ -15,7 +15,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent, read_trace
 from hydragraph.spec.strategy import Strategy
 
-# A rank with more than this fraction of a kind's difference is named.
+# The sentence names a rank that causes more than this fraction of a kind's difference.
 MOSTLY = 0.6
 
 
@@ -78,8 +78,8 @@ class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
-        before: corrections that the model already includes.
-        warming: numbers of the excluded steps, the first under each strategy.
+        before: corrections that the costs already include.
+        warming: numbers of the excluded steps: the first of several under one strategy.
     """
 
     source: str
@@ -131,7 +131,7 @@ class RunComparison:
 
     @property
     def sentence(self) -> str:
-        """Sentence on the model's largest error, without waits for other ranks."""
+        """Sentence on the cost model's largest error; waits for other ranks do not count."""
         causes = [row for row in self.rows if row.kind in CAUSES]
         whole = sum(abs(row.difference) for row in causes)
         if whole == 0:

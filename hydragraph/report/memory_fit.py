@@ -110,8 +110,8 @@ def _takes(tried: MemoryFit, found: MemoryFit) -> str:
 def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
     """Return advice on the smallest change that makes a strategy fit, found by simulation.
 
-    The order is recomputation or streaming (whichever is faster), shorter micro-batches, shorter sequences, higher
-    tensor-parallel degrees.
+    Changes are tried in this order: recomputation or streaming (whichever is faster), shorter micro-batches, shorter
+    sequences, higher tensor-parallel degrees.
     """
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
@@ -235,9 +235,9 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield variants of the strategy that stream increasingly more.
+    """Yield variants of the strategy, each of which streams more than the previous one.
 
-    The variants stream gradients, then gradients and weights; then they do the same with recomputation.
+    They stream gradients, then gradients and weights; two more variants do so with recomputation.
     """
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:

@@ -11,7 +11,7 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import RankMemory
 
-# Each curve requires a walk through a program.
+# Maximum curves; each requires a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 

@@ -16,7 +16,7 @@ MOST_RIVALS = 5
 
 
 def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None = None) -> ReportContents:
-    """Return the report of a plan's JSON record, with a timeline if simulated.
+    """Return the report of a plan's JSON record, with a timeline if `simulated` is given.
 
     Raises:
         ValueError: the record is not a plan.
@@ -92,5 +92,5 @@ def _facts(record: Mapping[str, Any], strategy: Strategy, held: tuple[RankMemory
             number_format.share(tightest.peak / tightest.limit),
             f"rank {tightest.ranks[0]}: {number_format.size(tightest.peak)} of {number_format.size(tightest.limit)}",
         ),
-        Fact("looked at", str(len(record["rivals"]) + 1), f"in {number_format.seconds(record['took_s'])}"),
+        Fact("strategies compared", str(len(record["rivals"]) + 1), f"in {number_format.seconds(record['took_s'])}"),
     )

@@ -55,7 +55,7 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
 
     Args:
         tokens: length of one sequence.
-        sequences: number in one micro-batch.
+        sequences: number of sequences in one micro-batch.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]

@@ -77,7 +77,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Return by how much, per token and kind, a strategy's critical path is longer than the best strategy's."""
+    """Describe how much longer a strategy's critical path is than the best strategy's, per token and kind."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

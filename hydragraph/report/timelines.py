@@ -25,7 +25,7 @@ from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 MOST_BARS = 24_000
 # Maximum ranks with separate lanes.
 EVERY = 32
-# Maximum lanes; more are sampled.
+# Maximum lanes; of more, some are chosen evenly.
 MOST_LANES = 256
 # Smallest fraction of the iteration within which bars are merged.
 FINEST = 1 / 4000
