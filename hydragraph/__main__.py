@@ -1,4 +1,4 @@
-"""Command line as `python -m hydragraph`, for when the `hydragraph` script is not on the path."""
+"""Entry point of `python -m hydragraph`, for when the `hydragraph` script is not on the PATH."""
 
 from hydragraph.cli import main
 

@@ -26,7 +26,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's contents by a text atomically."""
+    """Replace the contents of a file with `text`, atomically."""
     with whole_file(path) as file:
         file.write(text.encode())
 

@@ -36,7 +36,7 @@ class RankFailure(RuntimeError):  # noqa: N818
         rank: the rank that failed first.
         instruction: the text of the instruction or call in which the rank failed, or "".
         error: the exception that the rank raised, or how its process ended.
-        host: the host of the failed rank, or ""; the message names it unless it is this host.
+        host: host name of the failed rank, or ""; the message omits the name of the current host.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -56,7 +56,7 @@ class Stopped(RuntimeError):  # noqa: N818
     """Error of a step that no rank began, because a rank was asked to stop; all ranks can still save.
 
     Args:
-        reason: the largest stop reason that a rank has set, such as a signal's number.
+        reason: the largest reason that a rank gave, such as a signal number.
     """
 
     def __init__(self, reason: int) -> None:

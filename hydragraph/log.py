@@ -71,7 +71,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Filter that adds `rank` (None before joining), `ranks`, `step` and a text of the three, `where`, to records."""
+    """Filter that adds `rank` (None before joining), `ranks`, `step` and `where`, a text of these three, to records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""

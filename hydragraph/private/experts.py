@@ -10,7 +10,7 @@ from torch import Tensor
 
 @torch.library.custom_op("hydragraph::grouped_mm_backward", mutates_args=())
 def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `rows` and `weight`.
+    """Return the gradients of `rows` and `weight`, for T rows, E experts, I inputs and O outputs.
 
     Args:
         rows: [T, I], grouped by expert.

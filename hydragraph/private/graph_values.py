@@ -21,7 +21,7 @@ from hydragraph.private.tracing import hint_of, new_symbol
 
 SYMBOLIC = (torch._sym_sqrt,)  # undocumented functions of sizes
 
-# A number or expression; ("tensor", dtype, shape, strides, storage); a list of values; or None.
+# A number or expression; ["tensor", dtype, device, shape, strides, storage]; ["list", *values]; or None.
 Data = Any
 
 

@@ -113,7 +113,7 @@ class _Trace:
 def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any], hints: Mapping[sympy.Symbol, int]
 ) -> tuple[Code, Condition] | None:
-    """Compile a functional graph with symbolic sizes; return None if strides would change.
+    """Compile a functional graph with symbolic sizes; return None if strides of outputs would change.
 
     Args:
         inputs, outputs: fake values, from any trace.

@@ -112,7 +112,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a traced tensor, or None unless the tensor is a constant or a cast constant."""
+    """Return the number that fills a traced tensor; None for any tensor but a constant or a cast constant."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -178,7 +178,7 @@ def decided() -> Iterator[None]:
 
 
 class _Lists(TorchFunctionMode):
-    """Converts x[..., [-2], :] to a slice, because index tensors have no values on the meta device."""
+    """Mode that converts x[..., [-2], :] to a slice, because index tensors have no values on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):

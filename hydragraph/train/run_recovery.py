@@ -32,7 +32,7 @@ from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # maximum wait until a lost rank releases the folder
-_FENCED_S = 1.0  # the same, if the ranks of the lost machine have ended
+_FENCED_S = 1.0  # maximum wait if the ranks of the lost machine have ended
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
@@ -185,7 +185,7 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
                 step, "leave", survived.left, 0.0, f"they were asked to end and handed over their state: {survived.why}"
             )
         if survived.joined:
-            yield RunEvent(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
+            yield RunEvent(step, "join", survived.joined, 0.0, f"the run had {before} ranks and now has {now}")
 
 
 def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
