@@ -8,6 +8,7 @@ from hydragraph.commands.compile_data import RecordedBlocks
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import Walk
+from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
@@ -81,5 +82,5 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
     ranks = folder.data.ranks
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
-    owners = HomeLayouts(folder.data.owners, ranks)
-    return Walk(RecordedBlocks(folder.data), each.strategy, batches, rank, ranks, home_of=owners.of)
+    traffic = HomeTraffic(HomeLayouts(folder.data.owners, ranks).of)
+    return Walk(RecordedBlocks(folder.data), each.strategy, batches, rank, ranks, traffic=traffic)

@@ -20,7 +20,7 @@ from hydragraph.cost.partial_recomputation import within_budget
 from hydragraph.cost.profile_blocks import ProfileBlocks
 from hydragraph.cost.rank_memory import PricedBlocks, Walk
 from hydragraph.cost.stage_costs import Hop, Ring, StageCost
-from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, HomeTraffic
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import Layout
@@ -77,6 +77,7 @@ class Pricing:
         self.state_bytes = state_bytes
         home.check(self.ranks, [bucket.name for bucket in self.buckets])
         self._owners = HomeLayouts(home.without_rule.on([device.node for device in cluster.devices]), self.ranks)
+        self._traffic = HomeTraffic(self._owners.of)
         self._owned: dict[tuple[int, bool | None], int] = {}
 
     @property
@@ -302,7 +303,7 @@ class Pricing:
             rank,
             self.ranks,
             messages=messages,
-            home_of=self.home_of,
+            traffic=self._traffic,
             state_bytes=self.state_bytes,
             over=over,
         )

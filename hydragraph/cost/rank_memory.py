@@ -6,7 +6,7 @@ A rank's shard of the state needs 16 bytes per trained element (weight, gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,19 +14,10 @@ from typing import Protocol
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
 from hydragraph.cost.live_values import Alive
-from hydragraph.cost.traffic_bytes import (
-    GRADIENT_BYTES,
-    WEIGHT_BYTES,
-    MessageBytes,
-    added_bytes,
-    pulled,
-    pulled_bytes,
-    pushed,
-    sums_at_home,
-)
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, BucketTraffic, HomeTraffic, MessageBytes
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule import Work
@@ -154,8 +145,8 @@ def rank_memory(
     Raises:
         ValueError: the arguments do not match.
     """
-    owners = HomeLayouts(home or Home(), ranks)
-    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of, over=over).peak()
+    traffic = HomeTraffic(HomeLayouts(home or Home(), ranks).of)
+    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over).peak()
 
 
 def batch_bytes(own: int, every: int) -> int:
@@ -184,15 +175,12 @@ def exchange_name(op: Op, bucket: str) -> str:
     return f"{op.value} {bucket}"
 
 
-HomeOf = Callable[[Bucket], Layout]
-
-
 class Walk:
     """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
     Args:
         blocks: model data; other arguments as for `rank_memory`.
-        home_of: returns the owners of a bucket; default: equal shares.
+        traffic: layouts of all buckets, which walks of several ranks can share; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
         over: index of an instruction -> pulls and pushes (`exchange_name`) that have ended before it, in addition to
             those for which it waits; None: no others have ended.
@@ -207,7 +195,7 @@ class Walk:
         ranks: int,
         *,
         messages: bool = True,
-        home_of: HomeOf | None = None,
+        traffic: HomeTraffic | None = None,
         state_bytes: int = STATE_BYTES,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
@@ -220,7 +208,7 @@ class Walk:
         self._messages = messages
         self._state_bytes = state_bytes
         self._over = over or {}
-        self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
+        self._traffic = traffic or HomeTraffic(HomeLayouts(Home(), ranks).of)
         self._instructions = placed_program(placement, "", "train", rank, ranks).instructions
         self._users = {(turn.op, turn.name): turn.stages for turn in turns(placement, "train")}
         self._pushed: set[str] = set()  # buckets
@@ -228,10 +216,9 @@ class Walk:
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
         self._buckets = {b.name: b for b in blocks.buckets}
-        self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
-        self._layouts_of: dict[tuple[Op, str], tuple[Layout, Layout]] = {}
-        self._known_links: dict[tuple[Op, int], MessageBytes] = {}
-        self._known_at_home: dict[int, bool] = {}
+        self._known_traffic: dict[tuple[Op, str], BucketTraffic] = {}
+        self._known_messages: dict[tuple[Op, BucketTraffic], MessageBytes] = {}
+        self._known_at_home: dict[BucketTraffic, bool] = {}
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
@@ -255,7 +242,7 @@ class Walk:
 
     @cached_property
     def at_home(self) -> Memory:
-        layouts = [self._home_of(bucket) for bucket in self._model.buckets]
+        layouts = [self._traffic.home_of(bucket) for bucket in self._model.buckets]
         owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
         both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
         learning = sum(size for learns, size in both if learns)
@@ -274,9 +261,9 @@ class Walk:
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
-        best = at_home
         most = -1
         at = -1
+        largest: dict[str, int] = {}
         after = []
         for i, instruction in enumerate(self._instructions):
             self._alive.drop(*self._over.get(i, ()))
@@ -285,9 +272,9 @@ class Walk:
                 if now > most:
                     most = now
                     at = i
-                    best = replace(at_home, working=working, **self._alive.sums)
+                    largest = {"working": working, **self._alive.sums}
             after.append(at_home.home + self._alive.total)
-        return replace(best, host=self._most_on_host), at, after
+        return replace(at_home, **largest, host=self._most_on_host), at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Apply an instruction; yield temporary bytes at possible peaks."""
@@ -350,15 +337,15 @@ class Walk:
     def _pull(self, name: str, held: bool) -> None:
         if not (held or self._messages):
             return
-        layouts = self._layouts(Op.PULL, name)
-        key = (Op.PULL, id(layouts))
-        if key not in self._known_links:
-            self._known_links[key] = (
-                pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
+        traffic = self._traffic_of(Op.PULL, name)
+        key = (Op.PULL, traffic)
+        if key not in self._known_messages:
+            self._known_messages[key] = (
+                traffic.pulled(self._rank, self._ranks, self._model.itemsize)
                 if self._messages
-                else MessageBytes(0, pulled_bytes(*layouts, self._rank, self._model.itemsize))
+                else MessageBytes(0, traffic.pulled_bytes(self._rank, self._model.itemsize))
             )
-        link = self._known_links[key]
+        link = self._known_messages[key]
         self._fly(exchange_name(Op.PULL, name), link.outgoing)
         if held:
             self._alive.add(weights(name), "weights", link.incoming)
@@ -367,34 +354,26 @@ class Walk:
         if not self._messages:
             self._alive.drop(gradients(name))
             return
-        layouts = self._layouts(Op.PUSH, name)
-        key = (Op.PUSH, id(layouts))
-        if key not in self._known_links:
-            self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
-        link = self._known_links[key]
+        traffic = self._traffic_of(Op.PUSH, name)
+        key = (Op.PUSH, traffic)
+        if key not in self._known_messages:
+            self._known_messages[key] = traffic.pushed(self._rank, self._model.push_itemsize)
+        link = self._known_messages[key]
         total = gradients(name)
         kept = () if link.outgoing else (total,)  # if no copy is made, the value itself is sent
         size = max(link.outgoing + link.incoming, link.handed)  # to first owners, then to second owners
-        if bucket_of(name) in self._pushed:
-            size += added_bytes(*layouts, self._rank)
+        if bucket_of(name) in self._pushed and not self._stays_home(name):  # added to sums of earlier pushes
+            size += GRADIENT_BYTES * traffic.owners.first.local_size(self._rank)
         self._pushed.add(bucket_of(name))
         self._fly(exchange_name(Op.PUSH, name), size, *kept)
         self._alive.drop(total)
 
-    def _layouts(self, op: Op, name: str) -> tuple[Layout, Layout]:
-        """Return a bucket's layouts at home and on its stages; equal layouts are the same objects."""
-        if (op, name) in self._layouts_of:
-            return self._layouts_of[op, name]
-        bucket = self._buckets[bucket_of(name)]
-        users = self._users[op, name]
-        owners = self._home_of(bucket)
-        key = (bucket.form, users, id(owners))
-        if key not in self._known_layouts:
-            kinds = [self._kind(ranks) for ranks in users]
-            kinds_by_user = [{p.name: kind for p in bucket.parameters} for kind in kinds]
-            self._known_layouts[key] = owners, propagation(bucket, users, kinds_by_user)
-        self._layouts_of[op, name] = self._known_layouts[key]
-        return self._layouts_of[op, name]
+    def _traffic_of(self, op: Op, name: str) -> BucketTraffic:
+        if (op, name) not in self._known_traffic:
+            users = self._users[op, name]
+            bucket = self._buckets[bucket_of(name)]
+            self._known_traffic[op, name] = self._traffic.of(bucket, users, [self._kind(ranks) for ranks in users])
+        return self._known_traffic[op, name]
 
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
         split = self._stages[ranks[0]].kind.sequence_parallel
@@ -457,7 +436,7 @@ class Walk:
 
     def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:
-            _, users = self._layouts(Op.PUSH, value.exchange)
+            users = self._traffic_of(Op.PUSH, value.exchange).users
             size = 0 if value.bucket in self._at_home else GRADIENT_BYTES * users.local_size(self._rank)
             self._alive.add(value, "gradients", size)
 
@@ -468,11 +447,10 @@ class Walk:
         return frozenset(map(bucket_of, pushes)) - apart
 
     def _stays_home(self, push: str) -> bool:
-        layouts = self._layouts(Op.PUSH, push)
-        key = id(layouts)
-        if key not in self._known_at_home:
-            self._known_at_home[key] = sums_at_home(*layouts, self._rank)
-        return self._known_at_home[key]
+        traffic = self._traffic_of(Op.PUSH, push)
+        if traffic not in self._known_at_home:
+            self._known_at_home[traffic] = traffic.sums_at_home(self._rank)
+        return self._known_at_home[traffic]
 
     def _hidden(self, value: Value, whole: bool = True) -> None:
         size = self._hidden_bytes(value.micro_batch)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from hydragraph.ir.layout import Ints, Layout
+from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
+from hydragraph.ir.parameter import Bucket
 
 WEIGHT_BYTES = 4  # home weights are fp32
 GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
+
+HomeOf = Callable[[Bucket], Layout]
 
 
 @dataclass(frozen=True)
@@ -25,66 +30,102 @@ class MessageBytes:
     handed: int = 0
 
 
-def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) -> MessageBytes:
-    """Return the bytes of messages for pulling weights.
+class BucketTraffic:
+    """A bucket's layouts at home and on its stages, and the bytes that its exchanges need.
 
     Args:
         owners, users: layouts at home and on the stages.
-        itemsize: bytes of an element in transit.
     """
-    incoming = pulled_bytes(owners, users, rank, itemsize)
-    shard = owners.local_size(rank)
-    if not incoming and stays(owners, users):
-        return MessageBytes(0, 0)
-    if is_all_gather(owners, users) and len(owners.ranks) == ranks > 1:
-        return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
-    sends, receives = copy(owners, users, rank).of(rank)
-    as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-    staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
-    if not staged and stays(owners, users):
-        return MessageBytes(0, incoming)  # the local values, concatenated or cast, are the weights
-    copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
-    return MessageBytes(copied * itemsize, incoming)
 
+    def __init__(self, owners: Layout, users: Layout) -> None:
+        self.owners = owners
+        self.users = users
 
-def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int:
-    """Return the bytes of pulled weights outside the home shard; see `pulled`."""
-    if itemsize == WEIGHT_BYTES and stays(owners, users):
+    @cached_property
+    def _weights_stay(self) -> bool:
+        return stays(self.owners, self.users)
+
+    @cached_property
+    def _sums_stay(self) -> bool:
+        return sums_stay(self.users, self.owners)
+
+    def pulled(self, rank: int, ranks: int, itemsize: int) -> MessageBytes:
+        """Return the bytes of messages for pulling weights.
+
+        Args:
+            itemsize: bytes of an element in transit.
+        """
+        owners, users = self.owners, self.users
+        incoming = self.pulled_bytes(rank, itemsize)
+        shard = owners.local_size(rank)
+        if not incoming and self._weights_stay:
+            return MessageBytes(0, 0)
+        if is_all_gather(owners, users) and len(owners.ranks) == ranks > 1:
+            return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
         sends, receives = copy(owners, users, rank).of(rank)
-        if _same(sends, owners.local_size(rank), receives, users.local_size(rank)):
-            return 0  # the home shard itself
-    return users.local_size(rank) * itemsize
+        as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
+        staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
+        if not staged and self._weights_stay:
+            return MessageBytes(0, incoming)  # the local values, concatenated or cast, are the weights
+        copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
+        return MessageBytes(copied * itemsize, incoming)
+
+    def pulled_bytes(self, rank: int, itemsize: int) -> int:
+        """Return the bytes of pulled weights outside the home shard; see `pulled`."""
+        size = self.users.local_size(rank)
+        if itemsize == WEIGHT_BYTES and self._weights_stay:
+            sends, receives = copy(self.owners, self.users, rank).of(rank)
+            if _same(sends, self.owners.local_size(rank), receives, size):
+                return 0  # the home shard itself
+        return size * itemsize
+
+    def sums_at_home(self, rank: int) -> bool:
+        """Return whether a rank accumulates gradients directly in its home shard."""
+        if not self._sums_stay:
+            return False
+        sends, receives = reduce(self.users, self.owners, rank).of(rank)
+        return _same(sends, self.users.local_size(rank), receives, self.owners.local_size(rank))
+
+    def pushed(self, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
+        """Return the bytes of messages for pushing gradients; see `pulled`."""
+        if self._sums_stay and not len(self.owners.second.rank):
+            return MessageBytes(0, 0)
+        sends, receives = reduce(self.users, self.owners, rank).of(rank)
+        rounded = itemsize != GRADIENT_BYTES
+        as_it_is = not rounded and _in_order(sends.src_at, sends.hi - sends.lo, self.users.local_size(rank))
+        leaving, arriving = hand_on(self.owners, rank).of(rank)
+        handed = _copied(leaving, leaving.src_at) + _copied(arriving, arriving.dst_at)
+        return MessageBytes(
+            0 if as_it_is else sends.elements * itemsize,
+            (receives.elements if rounded else _copied(receives, receives.dst_at)) * itemsize,
+            handed * GRADIENT_BYTES,
+        )
 
 
-def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
-    """Return whether a rank accumulates gradients directly in its home shard; see `pulled`."""
-    if not sums_stay(users, owners):
-        return False
-    sends, receives = reduce(users, owners, rank).of(rank)
-    return _same(sends, users.local_size(rank), receives, owners.local_size(rank))
+class HomeTraffic:
+    """Traffic of all buckets with one home; buckets with equal layouts share a `BucketTraffic`.
 
+    Args:
+        home_of: returns the owners of a bucket; buckets with equal owners share one object.
+    """
 
-def added_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return the bytes of sums that are added to those of earlier pushes; see `pulled`."""
-    if sums_at_home(owners, users, rank):
-        return 0
-    return GRADIENT_BYTES * owners.first.local_size(rank)
+    def __init__(self, home_of: HomeOf) -> None:
+        self.home_of = home_of
+        self._known: dict[object, BucketTraffic] = {}
 
+    def of(self, bucket: Bucket, stages: Sequence[tuple[int, ...]], kinds: Sequence[GradientKind]) -> BucketTraffic:
+        """Return the traffic of a bucket.
 
-def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-    """Return the bytes of messages for pushing gradients; see `pulled`."""
-    if sums_stay(users, owners) and not len(owners.second.rank):
-        return MessageBytes(0, 0)
-    sends, receives = reduce(users, owners, rank).of(rank)
-    rounded = itemsize != GRADIENT_BYTES
-    as_it_is = not rounded and _in_order(sends.src_at, sends.hi - sends.lo, users.local_size(rank))
-    leaving, arriving = hand_on(owners, rank).of(rank)
-    handed = _copied(leaving, leaving.src_at) + _copied(arriving, arriving.dst_at)
-    return MessageBytes(
-        0 if as_it_is else sends.elements * itemsize,
-        (receives.elements if rounded else _copied(receives, receives.dst_at)) * itemsize,
-        handed * GRADIENT_BYTES,
-    )
+        Args:
+            stages: ranks of each stage that uses the bucket.
+            kinds: each stage's gradient kind of replicated parameters.
+        """
+        owners = self.home_of(bucket)
+        key = (bucket.form, tuple(stages), tuple(kinds), id(owners))
+        if key not in self._known:
+            kinds_by_stage = [{parameter.name: kind for parameter in bucket.parameters} for kind in kinds]
+            self._known[key] = BucketTraffic(owners, propagation(bucket, stages, kinds_by_stage))
+        return self._known[key]
 
 
 def _copied(slices: Slices, at: Ints) -> int:

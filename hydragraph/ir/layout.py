@@ -67,7 +67,7 @@ class Layout:
         if self.nodes is not None:
             self.nodes.flags.writeable = False
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that store elements, in ascending order."""
         return tuple(np.unique(self.rank).tolist())

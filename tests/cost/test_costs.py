@@ -21,6 +21,7 @@ from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import Walk, batch_bytes
 from hydragraph.cost.stage_costs import Ring, StageCost, stages_end
 from hydragraph.cost.timeline import simulate
+from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.cost.what_if import what_if
 from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op, Stream
@@ -186,7 +187,9 @@ def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
     assert min(longest) > 0
     batches = micro_batches_of(strategy, Assignment.even(counts, longest))
     shared = [rank for rank in range(4) if len(strategy.places(rank)) > 1]
-    walks = [Walk(found.blocks, strategy, batches, r, 4, messages=False, home_of=found.home_of) for r in shared]
+    walks = [
+        Walk(found.blocks, strategy, batches, r, 4, messages=False, traffic=HomeTraffic(found.home_of)) for r in shared
+    ]
     # Memory that a micro-batch keeps from start to end is added to that of `max_len`: ids, positions and labels,
     # and its loss, which these made-up costs take to be as large as a hidden state.
     kept = sum((4 * 8 + HIDDEN) * n * m for n, m in zip(counts, longest, strict=True))
