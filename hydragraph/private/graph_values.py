@@ -42,7 +42,7 @@ class ValueEncoder:
         """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifiers to use for the storages of the tensors, in order; by default their own storages.
+            storages: identifiers to record as the tensors' storages, in order; by default, their own.
 
         Raises:
             ValueError: a size depends on a tensor's values.
@@ -160,7 +160,7 @@ def storages(data: Data) -> list[int]:
 def _power(base: Any, exponent: Any) -> Any:
     """Return a power; reject large exponents, because evaluating untrusted text must take bounded time."""
     if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
-        raise ValueError(f"a stored graph has a size to the unsupported power {exponent}: capture the model again")
+        raise ValueError(f"a stored graph has the unsupported size ({base})**{exponent}: capture the model again")
     return base**exponent
 
 

@@ -24,7 +24,7 @@ Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return a description of what Inductor needs for a device but does not find, or None."""
+    """Describe what Inductor needs for a device but does not find; return None if nothing is missing."""
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
         return why_not(device) or (None if major >= 7 else "Triton does not support GPUs this old")
@@ -64,7 +64,7 @@ def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """Return the places from which a run can read symbols: symbol -> (index of a value, dimension, factor).
+    """Return where a run can read each symbol: symbol -> (index of a value, dimension, factor).
 
     The symbol is the size of this dimension divided by the factor; for a SymInt value, the dimension is None.
     """
@@ -117,7 +117,7 @@ def compile_graph(
 
     Args:
         inputs, outputs: fake values, from any trace.
-        hints: symbol -> the size to tune for. The code takes the symbols' values before the inputs.
+        hints: symbol -> the size to tune for; the compiled code takes the symbols first, in this order.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -159,7 +159,7 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """During tracing, evaluate conditions that are the same for all sizes; torch.export postpones them.
+    """During tracing, evaluate conditions that have the same value for all sizes; torch.export postpones them.
 
     Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """

@@ -22,7 +22,7 @@ def check_torch(version: str = str(torch.__version__)) -> None:
     if release in TESTED:
         return
     if _number(release) < _number(TESTED[0]):
-        remedy = f"install torch>={TESTED[0]}: graphs of older versions are valid for only one number of tokens"
+        remedy = f"install torch>={TESTED[0]}: graphs from older versions are valid for only one number of tokens"
         raise Unsupported(f"version {version}", where="PyTorch", remedy=remedy)
     if os.environ.get("RANK", "0") == "0":
         _LOG.warning(
