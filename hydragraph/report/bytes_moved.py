@@ -14,7 +14,7 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum rows of a matrix; if there are more ranks or nodes, neighbors are merged.
+# Maximum number of rows of a matrix; if there are more ranks or nodes, neighbors are merged.
 MOST = 32
 
 Floats = NDArray[np.float64]

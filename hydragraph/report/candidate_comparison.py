@@ -1,4 +1,4 @@
-"""Comparison of a plan's candidates: their predicted seconds, and the parts of this time.
+"""Comparison of a plan's candidates, with a breakdown of their predicted seconds.
 
 A pipeline's time is the sum of these parts:
 
@@ -92,7 +92,7 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches, or `bound` if not assigned; infinite if a mini-batch does not fit.
+        seconds: mean over the mini-batches, or `bound` if they were not assigned; infinite if one does not fit.
         bound: lower bound of `seconds`.
         alone: mean seconds of a mini-batch's longest sequence by itself, on the fastest pipeline.
         fits: number of mini-batches that fit.
@@ -180,9 +180,9 @@ def explain(
     """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        lengths: tokens of each sequence of the data; at most `context` tokens of it are used.
+        lengths: tokens of each sequence of the data; longer sequences are truncated to `context`.
         tokens: minimum tokens per mini-batch.
-        strategies: by default proposals for the data, homogeneous strategies, and improvements of both.
+        strategies: candidates; by default, proposals for the data, homogeneous strategies, and improvements of both.
 
     Raises:
         Unsupported: no candidate fits a mini-batch, or the profile does not contain a scheme.

@@ -112,7 +112,10 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
         lines.append(f"{name} {numbers}  {c.why}")
     hidden = len(report.candidates) - len(shown)
     lines += [f"and {hidden} more; --explain shows all"] if hidden else []
-    return [*lines, "alone: mean seconds of a mini-batch's longest sequence by itself; no iteration is faster"]
+    return [
+        *lines,
+        "alone: mean seconds of each mini-batch's longest sequence by itself, a lower bound for the iteration",
+    ]
 
 
 def _few(report: PlanReport) -> list[ComparedCandidate]:

@@ -21,7 +21,7 @@ MOSTLY = 0.6
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One measured and predicted iteration; `seconds` is the full step, including work outside its instructions."""
+    """Measured and predicted times of an iteration; `seconds` includes the step's work outside its instructions."""
 
     step: int
     strategy: str
@@ -79,7 +79,7 @@ class RunComparison:
 
     Attributes:
         before: corrections that the costs already include.
-        warming: numbers of the excluded steps: the first of several under one strategy.
+        warming: numbers of the excluded steps, each the first of several under a strategy.
     """
 
     source: str
@@ -198,13 +198,13 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
     """Compare a run's trace, or its trace.json, with the simulation of the same iterations.
 
     Raises:
-        ValueError: the trace has another number of ranks than the costs.
+        ValueError: the trace and the costs have different numbers of ranks.
     """
     if not isinstance(trace, Trace):
         trace = read_trace(Path(trace))
     if len(trace.ranks) != costs.ranks:
         raise ValueError(
-            f"the trace has {len(trace.ranks)} ranks, but the costs have {costs.ranks}: pass costs of the same ranks"
+            f"the trace has {len(trace.ranks)} ranks, but the costs have {costs.ranks}: pass costs for as many ranks"
         )
     kept, warming = _warm(trace.steps)
     compared = tuple(compared_step(costs, step, trace.of(step.step)) for step in kept)

@@ -70,7 +70,7 @@ class MemoryFit:
                     "rank": rank,
                     "peak_bytes": memory.total,
                     "limit_bytes": limit,
-                    "state": memory.home_weights + memory.optimizer_state,  # sums under the names of earlier versions
+                    "state": memory.home_weights + memory.optimizer_state,  # keys of earlier versions
                     "shard": memory.home_gradients,
                     **asdict(memory),
                 }
@@ -86,7 +86,7 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Return advice on the smallest change that fits, and on offloading if that also fits; "" if `found` fits."""
+    """Advise on the smallest change that makes a strategy fit, and on offloading if that helps; "" if it fits."""
     if found.fits:
         return ""
     offloading = _offloading(costs, found, assignment)
@@ -171,7 +171,7 @@ def _more(found: MemoryFit) -> str:
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: a stage's weights and gradients alone do not fit"
     ranks = math.ceil(memory.home * len(found.curves) / room) + 1
-    return f"more ranks, at least {ranks}, which share the state: the home state alone does not fit"
+    return f"more ranks to share the state (at least {ranks}): the home state alone does not fit"
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:

@@ -11,7 +11,7 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import RankMemory
 
-# Maximum curves; each requires a walk through a program.
+# Maximum number of curves; each requires a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
@@ -25,7 +25,7 @@ def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]
         step = max(1, -(-len(ranks) // MOST_CURVES))
         ranks = ranks[::step]
         note = (
-            f"{len(ranks)} of {costs.ranks} ranks are shown: the first of each stage{', evenly chosen' * (step > 1)}."
+            f"{len(ranks)} of {costs.ranks} ranks are shown: the first of each stage{', evenly spaced' * (step > 1)}."
         )
     ranks_by_memory: dict[object, list[int]] = {}
     curves: dict[object, MemoryCurve] = {}

@@ -99,7 +99,7 @@ def _strategies(metrics: Sequence[Metrics]) -> str:
 
 
 def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
-    """Return strategies by their median tokens per second, without the first step of each."""
+    """Return strategies sorted by median tokens per second; the first step of each is excluded."""
     contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]

@@ -1,6 +1,6 @@
 """Timelines for the page: data for its script, and a static picture.
 
-A bar is [ticks since the previous bar ended, its ticks, kind, name, micro-batch]; a tick is 1e-9 of the iteration.
+A bar is [ticks after the previous bar, length in ticks, kind, name, micro-batch]; a tick is 1e-9 of the iteration.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 
-# Maximum bars, for pages below 5 MB.
+# Maximum number of bars, so that pages are smaller than 5 MB.
 MOST_BARS = 24_000
-# Maximum ranks with separate lanes.
+# Maximum number of ranks with separate lanes.
 EVERY = 32
-# Maximum lanes; of more, some are chosen evenly.
+# Maximum number of lanes; of more, evenly spaced ones are chosen.
 MOST_LANES = 256
 # Smallest fraction of the iteration within which bars are merged.
 FINEST = 1 / 4000
@@ -63,7 +63,7 @@ def simulated_course(timeline: Timeline) -> IterationView:
         alone = (replace(lane, ranks=(rank,)) for lane in merged for rank in lane.ranks)
         merged = sorted(alone, key=attrgetter("ranks"))
     if len(shown) < len(groups):
-        note = f"{len(shown)} of {len(groups)} kinds of ranks are shown, evenly chosen. {note}"
+        note = f"{len(shown)} of {len(groups)} kinds of ranks are shown, evenly spaced. {note}"
     return IterationView("simulated", timeline.seconds, tuple(merged), timeline.critical_path.steps, note.strip())
 
 
@@ -76,12 +76,12 @@ def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> Iterat
     ]
     merged, note = _fewer(lanes, last - first)
     if len(lanes) < len(ranks):
-        note = f"{len(lanes)} of {len(ranks)} ranks are shown, evenly chosen. {note}"
+        note = f"{len(lanes)} of {len(ranks)} ranks are shown, evenly spaced. {note}"
     return IterationView(title, last - first, tuple(merged), (), note.strip())
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` items, evenly chosen, with the first and the last."""
+    """Return at most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
