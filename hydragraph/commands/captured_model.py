@@ -37,7 +37,7 @@ def program_of(config: TrainConfig, model: nn.Module) -> Program:
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
-    """Return a config's model on the meta device, its program, and a compiler of the same graphs as in a run.
+    """Return a config's model on the meta device, its program, and a compiler that yields the same graphs as a run.
 
     Raises:
         Unsupported: the model cannot be captured.

@@ -23,7 +23,7 @@ class ChaosOptions(ConfigOptions):
         int | None, typer.Option(min=0, help="Number of ranks to kill; default: 10, or 0 with --kinds.")
     ] = None
     slow: Annotated[int, typer.Option(min=0, help="Number of ranks to slow down for a second.")] = 0
-    joins: Annotated[int, typer.Option(min=0, help="Number of ranks to ask to leave, and then replace.")] = 0
+    joins: Annotated[int, typer.Option(min=0, help="Number of ranks that are asked to leave and then replaced.")] = 0
     kinds: Annotated[
         str | None, typer.Option(help="Further kinds of faults, such as two,again,rejoin; `?` lists all kinds.")
     ] = None
@@ -36,14 +36,14 @@ class ChaosOptions(ConfigOptions):
 def chaos_command(options: ChaosOptions) -> None:
     """Train once undisturbed and once while ranks are killed, slowed and replaced, and compare the loss curves.
 
-    --kinds adds faults. A rank is paused for 3 s or stopped permanently. The first rank is killed, or two ranks or all
-    ranks simultaneously. A second rank is killed while the others recover (again) or while a new rank joins (rejoin). A
-    rank is killed while a checkpoint is written, right after a step (evaluate), or while the plan switches or state
-    moves because the rank is slow. With preempt, the ranks run on two simulated machines, and one machine disappears
-    with its disk, immediately or 30 s after a notice.
+    --kinds adds faults. A rank is suspended for 3 s (pause) or forever (stop). The first rank, two ranks or all ranks
+    are killed simultaneously. More ranks are killed while others recover (again) or while a new rank joins (rejoin).
+    A rank is killed while a checkpoint is written, right after a step (evaluate), or while the plan or the state
+    changes because a rank is slow (switch). With preempt, the ranks run on two simulated machines, and one machine
+    disappears with its disk, immediately or 30 s after a notice.
 
     With `deterministic: true`, both runs must have the same losses bit for bit. Otherwise, a third run on one rank
-    measures how much the losses differ by rounding alone.
+    measures how much rounding alone changes the losses.
     """
     from hydragraph.train.chaos import disturbed_run
 
@@ -53,7 +53,7 @@ def chaos_command(options: ChaosOptions) -> None:
     counts = Counter({"kill": kills, "slow": options.slow, "join": options.joins})
     counts.update(dict.fromkeys(named, options.each))
     if config.ranks < 2:
-        raise ValueError(f"ranks is {config.ranks}: chaos kills ranks, so it needs at least 2: set a larger number")
+        raise ValueError(f"ranks is {config.ranks}, but chaos kills ranks and needs at least 2: set a larger number")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
         folder = options.keep or Path(temporary)
@@ -80,7 +80,7 @@ def chaos_command(options: ChaosOptions) -> None:
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)
     if control is not None:
-        table.add_row("largest relative difference by rounding alone", f"{control.difference(undisturbed):.1e}")
+        table.add_row("largest relative difference due to rounding alone", f"{control.difference(undisturbed):.1e}")
     Console(width=120).print(table)
     wrong = []
     if len(disturbed.struck) < len(strikes):

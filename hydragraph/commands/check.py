@@ -190,13 +190,14 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
     bound = next(tokens for tokens in (1 << k for k in range(30)) if _launch_share(costs, strategy, tokens) < 0.5)
     return (
         f"{strategy.name}: kernel launches are predicted to take {_launch_share(costs, strategy, longest):.1%} of the "
-        f"computation of a micro-batch of {longest:,} tokens, and more than half below about {bound:,} tokens"
+        f"computation time of a micro-batch of {longest:,} tokens, and more than half if it has fewer than about "
+        f"{bound:,} tokens"
     )
 
 
 _UNKNOWN = (
-    "device: cpu: the seconds of a step on this machine are unknown: measure them with hydragraph profile and pass "
-    "--profile, or predict the seconds on GPUs with --arch or --cluster"
+    "with device: cpu, the seconds of a step on this machine are unknown: measure them with hydragraph profile and "
+    "pass --profile, or predict the seconds on GPUs with --arch or --cluster"
 )
 
 

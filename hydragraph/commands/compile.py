@@ -114,7 +114,7 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the vocabulary size and the end-of-text id; print a note if they are guesses."""
+    """Return the vocabulary size and the end-of-text token's id; print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
     with suppress(ValueError, OSError):  # the data may be on another machine

@@ -36,7 +36,7 @@ class VariantRecord:
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
         indices: positions within the stage of the ranks that run the variant.
-        saved_bytes_per_token: bytes of saved values per token, without inputs and the output.
+        saved_bytes_per_token: bytes of saved values per token, excluding inputs and the output.
     """
 
     name: str

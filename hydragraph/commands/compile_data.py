@@ -76,7 +76,9 @@ class ModelData:
         except FileNotFoundError:
             raise ValueError(f"{path} is missing: write the folder again with hydragraph compile") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: {error}: write the folder again with hydragraph compile") from None
+            raise ValueError(
+                f"{path} cannot be read ({error}): write the folder again with hydragraph compile"
+            ) from None
 
     @cached_property
     def outline(self) -> Outline:

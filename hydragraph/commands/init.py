@@ -37,7 +37,7 @@ def init_command(options: InitOptions) -> None:
         fix = "name a file with --to" if to.is_dir() else "replace it with --overwrite, or name another file with --to"
         raise ValueError(f"{to} already exists: {fix}")
     if not to.parent.is_dir():
-        raise ValueError(f"--to {to}: the directory {to.parent} does not exist: create it first")
+        raise ValueError(f"--to {to} is in the directory {to.parent}, which does not exist: create it first")
     from hydragraph.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks

@@ -32,13 +32,13 @@ def restarts_by_torchrun() -> int | None:
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the output folder's run, as the first attempt of this torchrun job read it.
+    """Return the start time of the run that the first attempt of this torchrun job found in the output folder.
 
     The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run that
-    began before torchrun's process belongs to another job; for a run of this job, the result is 0.
+    began after torchrun's process belongs to this job, and the result is 0.
 
     Args:
-        began: the start time, as this attempt read it.
+        began: start time of the run that this attempt found.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -68,11 +68,11 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Call a function on the launcher's ranks, and return this rank's result; or on new ranks, and return rank 0's.
+    """Call a function on the launcher's ranks (return this rank's result) or on new ranks (return rank 0's).
 
     Args:
         elastic: how ranks continue when some are lost; None: a loss ends the run.
-        nodes: machines on each of which a launcher started one process instead of ranks; this machine leads them.
+        nodes: machines, if the launcher started one process on each instead of ranks; this machine leads them.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)

@@ -48,7 +48,7 @@ ProfileFile = Annotated[
 Efficiency = Annotated[
     float | None,
     typer.Option(
-        help="Without a profile: fraction of the peak FLOP/s that computation reaches; default: a roofline model."
+        help="Without a profile: fraction of the peak FLOP/s that computation reaches, instead of a roofline model."
     ),
 ]
 CorrectionsFile = Annotated[
@@ -106,7 +106,7 @@ class ConfigOptions(CommonOptions):
 
 
 def verb(function: Callable[[Options], None]) -> Callable[..., None]:
-    """Return a function for typer with one keyword per field of the options that `function` takes."""
+    """Wrap a function of options in a function for typer with one keyword per field of the options."""
     options: type[Options] = next(iter(get_type_hints(function).values()))
     hints = get_type_hints(options, include_extras=True)
     parameters = []
@@ -136,7 +136,8 @@ def read_counts(text: str, pipelines: int) -> list[int]:
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
         raise ValueError(
-            f"--micro-batches {text!r}: give one number, or one for each of the {pipelines} pipelines: 4,2"
+            f"--micro-batches {text!r} has {len(counts)} numbers, and the number of pipelines is {pipelines}: "
+            "give one number for all pipelines, or one for each"
         )
     return counts * (pipelines if len(counts) == 1 else 1)
 
@@ -144,7 +145,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 def check_counts(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
+        raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline, such as 4,2")
     counts = [int(part) for part in parts]
     if not any(counts):
         raise ValueError(
@@ -158,7 +159,9 @@ def check_written(option: str, path: Path | None) -> None:
     if path is None:
         return
     if not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: the folder {path.parent} does not exist: create it, or name another")
+        raise ValueError(
+            f"{option} {path} is in the folder {path.parent}, which does not exist: create it, or name another"
+        )
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory: name the file to write")
 

@@ -96,7 +96,7 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
-    """Compile the graphs of all kinds of stages; remove kinds from the profile that are not begun within `seconds`.
+    """Compile the graphs of all kinds of stages; remove from the profile the kinds not begun within `seconds`.
 
     Kinds without sequence parallelism and recomputation come first (`backwards`: last). Stages of one device are
     always compiled.
@@ -159,7 +159,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
         profile = read_profile(text)
         if several and any(not part.type for part in (profile, *profile.others)):
             raise ValueError(
-                f"--profile {text} does not name its type of device, and the cluster has {names}: measure on each type "
+                f"--profile {text} does not name its type of device (the cluster has {names}): measure on each type "
                 "with hydragraph profile --type NAME"
             )
         profiles.append(profile)

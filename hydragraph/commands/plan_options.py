@@ -40,11 +40,11 @@ class EqualOptions(CommonOptions):
         typer.Option(
             "--strategy",
             "--strategies",
-            help="Strategies to compare; default: proposals that are improved on samples of the data.",
+            help="Strategies to compare; default: strategies proposed for the data and improved on samples of it.",
         ),
     ] = None
     explain: Annotated[
-        bool, typer.Option("--explain", help="List all candidates, each with the parts of its time.")
+        bool, typer.Option("--explain", help="List all candidates, with a breakdown of their times.")
     ] = False
 
 
@@ -68,7 +68,7 @@ class UnevenOptions(CommonOptions):
         int | None, typer.Option(min=1, help="Number of equal sequences per iteration, instead of --lengths.")
     ] = None
     length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each of the --sequences; default: --model's data.max_length.")
+        int | None, typer.Option(min=1, help="Tokens per sequence of --sequences; default: --model's data.max_length.")
     ] = None
     solver: Annotated[
         str | None,
@@ -82,9 +82,9 @@ class UnevenOptions(CommonOptions):
         str | None,
         typer.Option(
             metavar=METHODS,
-            help="Search method: mixed (for device types that differ), straggler (for speeds that differ), search (for "
-            "data parallelism that differs by stage), metis (like search, but with the devices in the "
-            "memory-aware order of improved Metis), or auto (all methods, the default).",
+            help="Search method: mixed (for different device types), straggler (for slow devices), search (for data "
+            "parallelism that changes from stage to stage), metis (like search, but with the devices in the order of "
+            "improved Metis), or auto (the default: mixed, straggler and search).",
         ),
     ] = None
     running: Annotated[
@@ -178,7 +178,9 @@ class PlanOptions(EqualOptions, UnevenOptions):
                     "devices that differ give --cluster, and --model or --profile"
                 )
             if len(self.profile or ()) > 1:
-                raise ValueError("--profile: give only one, or add --cluster with a file of the types of devices")
+                raise ValueError(
+                    "several profiles need --cluster with a file of the devices: add it, or give only one --profile"
+                )
             return
         self.refuse(
             get_annotations(EqualOptions),
@@ -197,7 +199,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
         check_written("--output", self.output)
 
     def workload(self, config: TrainConfig | None) -> Workload:
-        """Return the workload for devices that differ, completed by the run's config.
+        """Return the workload for devices that differ; the run's config supplies missing options.
 
         Raises:
             ValueError: the options are incomplete or contradictory.
@@ -214,7 +216,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
             limit = self.context or longest
             data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
             if not data:
-                raise ValueError(f"{self.lengths}: all sequences are empty: give lengths above 0")
+                raise ValueError(f"{self.lengths} contains only empty sequences: give lengths above 0")
             return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
         if self.context:
             raise ValueError("--context truncates the sequences of --lengths: for equal sequences give --length")

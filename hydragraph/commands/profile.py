@@ -46,15 +46,17 @@ class ProfileOptions(ConfigOptions):
     ] = False
     recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False
     sums_in_pieces: Annotated[
-        bool, typer.Option("--sums-in-pieces", help="Also measure stages that sum matrix products in pieces.")
+        bool, typer.Option("--sums-in-pieces", help="Also measure stages with tensor-parallel sums in pieces.")
     ] = False
     longest: Annotated[
         int | None,
-        typer.Option(min=64, help="Tokens of the longest micro-batch; a larger number measures attention better."),
+        typer.Option(
+            min=64, help="Tokens of the longest micro-batch; with more tokens, attention is measured more accurately."
+        ),
     ] = None
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Maximum repetitions of each measurement; fewer if they agree. The median is used."),
+        typer.Option(min=1, help="Maximum runs of each measurement; fewer if they agree. Their median is used."),
     ] = 5
     type_: Annotated[
         str,

@@ -85,7 +85,7 @@ class ShowOptions(CommonOptions):
             from hydragraph.commands.show_schedule import check_drawn
 
             if not self.schedule:
-                raise ValueError("--output is the picture of --schedule: give both options")
+                raise ValueError("--output names the picture of --schedule: give both options")
             check_drawn(self.output)
         if self.source is None and not self.passes:
             raise ValueError("show needs the YAML file of a run, a folder that hydragraph compile wrote, or --passes")

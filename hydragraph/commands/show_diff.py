@@ -53,7 +53,7 @@ def _lines_changed(before: str, after: str) -> str:
     one = before.splitlines()
     two = after.splitlines()
     if max(len(one), len(two)) > _LONG:
-        return f"{len(one):,} lines -> {len(two):,}, which differ"
+        return f"{len(one):,} lines -> {len(two):,}, not compared line by line"
     kept = sum(block.size for block in SequenceMatcher(None, one, two, autojunk=False).get_matching_blocks())
     return f"{len(two) - kept} lines added, {len(one) - kept} removed"
 
@@ -110,7 +110,7 @@ def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
         if before != after:
             groups.setdefault(f"{before} -> {after}", []).append(rank)
         elif one.programs[rank].instructions != other.programs[rank].instructions:
-            groups.setdefault(f"{before} as before, with another program", []).append(rank)
+            groups.setdefault(f"{before} as before, with a different program", []).append(rank)
     for change, ranks in groups.items():
         yield f"  {ranks_text(ranks)}: {change}"
 

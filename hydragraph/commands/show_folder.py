@@ -80,7 +80,7 @@ class ShownFolder:
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies with these texts, fingerprints, folders or numbers; if there are none, all strategies.
+        """Return the strategies with these texts, fingerprints, folders or numbers; without any, all strategies.
 
         Raises:
             ValueError: the folder has no such strategy.
@@ -107,7 +107,7 @@ class ShownFolder:
 
 
 def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
-    """Return an error message for an unknown name, which lists similar names."""
+    """Return an error message for an unknown name; it suggests similar names."""
     near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
     if near:
         return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"

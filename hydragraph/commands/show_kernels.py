@@ -18,7 +18,7 @@ def kernel_lines(folder: ShownFolder) -> Iterator[str]:
     rates = f"{arch.flops_per_s / 1e12:.4g} TFLOP/s and {arch.memory_bytes_per_s / 1e12:.3g} TB/s"
     yield f"  least: the minimum time at {rates}, from the datasheet of {arch.gpu}"
     yield from table([_HEAD, *(_graph_row(graph, arch) for graph in file.graphs)])
-    yield "kernels, in the first of the configurations (choices) that a GPU would time:"
+    yield "kernels, each in its first configuration (choices: number of configurations that a GPU would time):"
     yield from table([_KERNEL_HEAD, *_kernel_rows(file)], left=2)
 
 

@@ -14,7 +14,7 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
-FEW = 16  # maximum number of ranks that are all printed
+FEW = 16  # maximum number of ranks that are printed individually
 _HOME = ("home_weights", "optimizer_state", "home_gradients")
 _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 
@@ -25,7 +25,7 @@ def memory_lines(
     """Yield the peak memory of each rank by kind; if there are many ranks, only of the first rank with each program.
 
     Args:
-        tokens: length of a micro-batch's only sequence.
+        tokens: tokens per micro-batch, all in one sequence.
         limit: memory of a device in bytes.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
@@ -76,7 +76,7 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
     instructions = each.programs[rank].instructions
     if 0 <= at < len(instructions):
         text = " ".join(instruction_text(instructions[at]).split())
-        yield f"  most in instruction {at} of {len(instructions)}: {text}"
+        yield f"  peak in instruction {at} of {len(instructions)}: {text}"
 
 
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:

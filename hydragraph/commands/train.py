@@ -46,7 +46,7 @@ class TrainOptions(CommonOptions):
         typer.Argument(
             metavar="CONFIG | DATA... [MODEL]",
             help="The run's YAML file, such as examples/demo.yaml; or files and folders of data and a Hugging Face "
-            "directory, for which a config is written as hydragraph init does.",
+            "directory, from which a config is written, as by hydragraph init.",
             show_default=False,
         ),
     ]
@@ -135,8 +135,8 @@ def train_command(options: TrainOptions) -> None:
     stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
     if config.elastic.survives and launched() and nodes is None and leads():
         _print(
-            "elastic: a launcher such as torchrun started these ranks, and ends all of them when one is lost; to "
-            "survive a loss, let the launcher start one process per machine (--nproc-per-node 1) that starts ranks"
+            "elastic: a launcher such as torchrun started these ranks and ends all of them when one is lost; to "
+            "survive a loss, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
         )
 
     def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
@@ -147,7 +147,7 @@ def train_command(options: TrainOptions) -> None:
         elected = nodes is not None and nodes.election is not None
         outcome = _train_when_elected(config, nodes, train) if nodes is not None and elected else train(nodes)
     except Interrupted as request:
-        _print("stopped before training began or continued: the run's folder is unchanged")
+        _print("stopped before training started or resumed: the run's folder is unchanged")
         raise typer.Exit(_code(request.signal)) from None
     except Overdue:
         _print(f"hydragraph: {overdue()}")
@@ -166,7 +166,7 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig) -> TrainConfig:
-    """Return the config, with `elastic.min_ranks: 1` by default if the run measures devices and starts its ranks."""
+    """Return the config; `elastic.min_ranks` defaults to 1 if the run measures devices and starts its own ranks."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config
@@ -280,7 +280,7 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
         )
     if nodes is not None and config.ranks < nodes.count:
         raise ValueError(
-            f"ranks: {config.ranks} are fewer than the {nodes.count} machines: set at least one rank per machine"
+            f"ranks is {config.ranks}, but there are {nodes.count} machines: set at least one rank per machine"
         )
     return nodes if nodes is None or store is None else _electing(config, nodes, store)
 

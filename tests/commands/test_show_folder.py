@@ -201,7 +201,7 @@ def test_a_config_is_compiled_for_what_only_a_folder_tells(folder: Path) -> None
         (("--parameter", "xyz"), "no parameter 'xyz': the model has model.embed_tokens.weight, "),
         (("--strategy", "<tp2,pp3>", "--memory"), "no strategy '<tp2,pp3>': did you mean "),
         (("--diff", "nothing"), "no strategy 'nothing': "),
-        (("--output", "x.png"), "--output is the picture of --schedule: give both options"),
+        (("--output", "x.png"), "--output names the picture of --schedule: give both options"),
         (("--schedule", "--output", "x.pdf"), "--output x.pdf: name a file that ends in .png or .svg"),
         (("--passes",), "--passes needs the YAML file of a run"),
         (("--set", "ranks=2"), "--set changes a config, not a folder: compile again"),

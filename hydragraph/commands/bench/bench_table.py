@@ -34,10 +34,10 @@ class Target:
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return the target that `found` (None: not measured) is at least `wanted`.
+        """Return a target that is met if `found` is at least `wanted`; `found` is None if not measured.
 
         Args:
-            text: replaces the text of `wanted`.
+            text: text to show instead of `wanted`.
         """
         met = None if found is None else found >= wanted
         return cls(name, text or f">= {form.format(wanted)}", "-" if found is None else form.format(found), met)

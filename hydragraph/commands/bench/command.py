@@ -113,18 +113,18 @@ class BenchLinkOptions(BenchOptions):
     """Options of `hydragraph bench link`."""
 
     source: Annotated[
-        str, typer.Option("--from", help="The strategy to switch from: its text, a YAML file, or home for no push.")
+        str, typer.Option("--from", help="The strategy to switch from: text, YAML file, or home (no push).")
     ] = "home"
     target: Annotated[
-        str, typer.Option("--to", help="The strategy to switch to: its text, a YAML file, or home for no pull.")
+        str, typer.Option("--to", help="The strategy to switch to: text, YAML file, or home (no pull).")
     ] = "<tp2,pp1>"
-    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or the YAML file of a run with the model.")] = "7b"
+    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file.")] = "7b"
     dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight per node.")
     ] = None
     home: Annotated[
-        str, typer.Option(help='Each rank\'s share of the state, as in "3,3,1,0 copies=2", or equal shares: equal.')
+        str, typer.Option(help='Each rank\'s share of the state, such as "3,3,1,0 copies=2", or equal.')
     ] = "equal"
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per simulated micro-batch.")] = 4096
     micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches per simulated pipeline.")] = 4
@@ -180,7 +180,7 @@ class BenchStepOptions(BenchOptions):
     device: _Device = None
     model: Annotated[str | None, typer.Option(help="tiny, small, 1b; default: 1b on a GPU, small on a CPU.")] = None
     tokens: Annotated[
-        int | None, typer.Option(min=64, help="Tokens of a mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.")
+        int | None, typer.Option(min=64, help="Tokens per mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.")
     ] = None
     longest: Annotated[
         int | None, typer.Option(min=16, help="Tokens of the longest sequence; default: a quarter of the mini-batch.")
@@ -255,7 +255,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 
 
 def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
-    """Return the app of the bench commands; `in_sentences` turns errors into a sentence and an exit code."""
+    """Return a typer app with the bench commands; `in_sentences` turns errors into a sentence and an exit code."""
     app = typer.Typer(
         help="Measure kernels, strategy switches and training steps; sizes are small on a CPU.",
         no_args_is_help=True,

@@ -150,7 +150,7 @@ def _use_attention(model: nn.Module) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention in the dtype of `value`, because a Llama under autocast rotates queries and keys in fp32."""
+    """Compute attention in the dtype of `value`; a Llama model under autocast rotates queries and keys in fp32."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 

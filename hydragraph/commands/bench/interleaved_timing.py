@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 Side = Callable[[int], object]
-"""Function to time; its argument is the number of the round."""
+"""Function to time; its argument is the round number."""
 
 WARM_UP = 2  # rounds
 MOST_REPEATS = 200

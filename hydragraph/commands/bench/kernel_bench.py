@@ -50,7 +50,7 @@ def bench_kernels(
         ValueError: a name is unknown, or a side's result is wrong.
     """
     if unknown := [name for name in names if name not in CASES]:
-        raise ValueError(f"unknown kernel {unknown[0]!r}: use some of {', '.join(CASES)}")
+        raise ValueError(f"unknown kernel {unknown[0]!r}: choose from {', '.join(CASES)}")
     ceilings = measure_ceilings(sweep.device, sweep.dtype)
     rows: list[KernelRow] = []
     notes = [f"Ceilings, measured in this run: {ceilings}.", *_left_out(sweep)]
@@ -111,7 +111,7 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
         error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         if not error_size < TOLERANCE:
             raise ValueError(
-                f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of the norm: "
+                f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of the norm, so "
                 "a kernel is wrong on this device: run tests/kernels"
             )
         sides[name] = call

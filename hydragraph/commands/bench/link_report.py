@@ -106,7 +106,7 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
         rows += _measured(settings, legs, ranks)
         notes.append(
             f"Measured on {ranks} local ranks over gloo in fp32 with {settings.measured_tokens} tokens: medians of "
-            f"{settings.rounds} steps, averaged over ranks. Computation and messages share the processors."
+            f"{settings.rounds} steps, averaged over ranks. Computation and messages share the CPU cores."
         )
     blocks = tuple(_matrix(leg, ranks) for leg in legs if 1 < ranks <= MATRIX_RANKS)
     count = sum(b.size for b in program.buckets)

@@ -46,7 +46,7 @@ def test_link_of_a_push_and_a_pull() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("kernels", "adam", "--device", "cpu"), "unknown kernel 'adam': use some of varlen_attention"),
+        (("kernels", "adam", "--device", "cpu"), "unknown kernel 'adam': choose from varlen_attention"),
         (("kernels", "--device", "warp"), "--device warp:"),
         (("link", "--to", "home", "--model", "tiny"), "--from home --to home has no traffic"),
         (("link", "--to", "<tp3,pp1>", "--model", "tiny"), "degree 3 (its number of devices) does not divide 4"),
