@@ -39,7 +39,7 @@ class ReplanQuestion:
     Attributes:
         profile, cluster, home: profile, cluster and home of the run; they describe healthy ranks.
         first: initial strategies, which may become the best again.
-        request: request with which the run chooses among the strategies in `running`.
+        request: how the run chooses among the strategies in `running`.
         deadline_s: time limit of the search; None: no limit, for a deterministic result.
         at_once: whether to answer quickly, with an estimate on one mini-batch.
     """

@@ -32,7 +32,7 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8  # number of recent mini-batches that plans are made for
+LAST = 8  # number of recent mini-batches for which plans are made
 GAIN = 0.05  # minimum fraction of a step's time that a switch must save
 COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
 COST_S = 2.0  # assumed cost of a switch until a switch is measured
@@ -95,7 +95,7 @@ class Controller:
         self._at_once = False  # the last question was for a quick answer
         self._corrected = False  # costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # switch in preparation, or made in this step
+        self._coming: _Coming | None = None  # the switch that is being prepared, or was made in this step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -216,7 +216,7 @@ class Controller:
     def _ask(self, step: int) -> None:
         """Request another plan if rates or costs have changed, or the last search was quick."""
         replanning = self._replanning
-        assert replanning is not None, "only a controller that replans asks"
+        assert replanning is not None, "only a controller with replanning requests plans"
         health = self.health
         if replanning.planner.busy:
             return
@@ -287,11 +287,12 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Describe the ranks that are planned as slower than measured, because other ranks waited for them."""
+        """Describe the ranks that plans assume to be slower than measured, because other ranks waited for them."""
         measured = self._measured
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(
-            f"; others waited for rank {rank}, so it is planned as {x:.3g} times as slow" for rank, x in late.items()
+            f"; others waited for rank {rank}, so plans assume that it takes {x:.3g} times as long as its peers"
+            for rank, x in late.items()
         )
 
 

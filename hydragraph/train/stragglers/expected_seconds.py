@@ -7,7 +7,7 @@ from statistics import median
 
 STEPS = 20  # minimum number of steps with a plan before the comparison
 LEAST = 5  # minimum number of comparable steps
-MATTERS = 1.2  # factor between the two times above which another plan is requested
+MATTERS = 1.2  # ratio of the longer to the shorter time above which another plan is requested
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares median expected and measured step times once per plan, without each strategy's first, slow step."""
+    """Compares median expected and measured step times once per plan, ignoring the slow first step of each strategy."""
 
     def __init__(self) -> None:
         self.restart()

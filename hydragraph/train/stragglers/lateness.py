@@ -138,9 +138,9 @@ def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bo
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return how long others wait for slow ranks' pipelines, as a fraction of the rest of the step, and these ranks.
+    """Return the wait for slow pipelines, as a fraction of the rest of the step, and the slow ranks that cause it.
 
-    If all ranks are healthy, the wait is the shortest wait of any rank. If all pipelines have slow ranks, it is 0.
+    The wait is the shortest of any rank in a pipeline without slow ranks; 0 if there is no such pipeline.
     """
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
@@ -152,7 +152,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # A pipeline that waited itself did not delay the others.
+    # A pipeline that also waited did not delay the others.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

@@ -1,7 +1,7 @@
 """Straggler monitor, which computes the rates (slowdowns) of ranks from their measured seconds.
 
-On a shared CPU, the slowdown is split by the seconds that threads ran, and were queued for a core
-(`runtime.thread_times`):
+On a shared CPU, the slowdown has two factors, computed from how long threads ran and how long they were queued for a
+core (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        slowdown of the device (stopped, throttled)     contention for its core

@@ -1,7 +1,7 @@
 """Estimation of ranks' slowdowns from noisy measurements.
 
-Each iteration gives measured and predicted seconds for every rank and kind of work (a template in a kind of stage on a
-type of device). Three unknowns explain the ratio of measured to predicted seconds:
+Each iteration gives measured and predicted seconds for every rank and kind of work (blocks of one template, in one kind
+of stage, on one type of device). Three unknowns explain the ratio of measured to predicted seconds:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
@@ -197,8 +197,8 @@ class Estimator:
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
         """Return the log slowdown of ranks that are much slower than others at the same kinds of work.
 
-        This is the first sweep of a median polish (Tukey, 1977). It tells ranks that are slow from the beginning
-        apart from errors of the cost model.
+        This is the first sweep of a median polish (Tukey, 1977). It distinguishes errors of the cost model from ranks
+        that are slow from the beginning.
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():
@@ -222,7 +222,7 @@ class Estimator:
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
-        # The straggler's own rate must not count as healthy.
+        # A straggler that keeps its rate must not count as healthy.
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)

@@ -6,8 +6,8 @@ the slowest owner is done:
     seconds(shares) = max over ranks of  slowdown x share x (seconds that a healthy device takes for the whole state)
 
 The maximum is smallest if shares are proportional to 1 / slowdown, within the limits of memory. A very slow rank should
-own no state, because owners exchange messages for every bucket. The cost of a move is the time in which the rank that
-receives the most elements gets their gradients (`hydragraph.engine.live_reshard`).
+own no state, because owners exchange messages for every bucket. The cost of a move is the time to send the
+gradients of the moved elements to the rank that receives the most (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StateCosts:
 
     Attributes:
         update_s: seconds that a healthy device takes to update the whole state.
-        bytes_per_element: bytes moved per element: weights and optimizer state (12 with Adam).
+        bytes_per_element: bytes of weight and optimizer state that a move sends per element (12 with Adam).
         free_bytes: memory available for state, by rank; None: unlimited.
         held_bytes: memory per element, including gradient and messages; None: `bytes_per_element`.
         messages_s: seconds that a healthy owner takes for the messages of a step.
@@ -84,14 +84,14 @@ def rehoming(
 
     Args:
         running: the current home; if it has copies, its `nodes` are set.
-        buckets: buckets of the state. Shares of single buckets are dropped unless `question` assigns new shares.
-        question: for `cost.home_choice`, whose answer is another candidate; messages of steps then count as well.
+        buckets: buckets of the state. The new home has no shares for single buckets unless `question` assigns them.
+        question: if given, the home that `choose_home` returns is also considered, and steps' messages also count.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
     """
     if any(rank < ranks for rank in health.lost):
-        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: first form a world without these ranks")
+        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: continue the run without these ranks first")
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
     if question is not None:
         homes.append(replace(choose_home(question), nodes=running.nodes))
@@ -205,7 +205,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move; a stage moves at most `elements` to each rank, or one bucket.
+    """Yield the home after each stage of a move; in a stage, a rank receives at most `elements`, or one bucket.
 
     If copies or nodes differ, the only stage is the new home.
     """

@@ -24,7 +24,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5
 COOLDOWN = 6  # minimum number of steps between two decisions
 MIX = 16  # number of recent steps whose strategies are considered
-CHANGED = 0.25  # fraction of the recent steps that must differ before a home is chosen again
+CHANGED = 0.25  # fraction of recent steps whose strategy must change before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -41,7 +41,7 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Add to the costs the memory that strategies and messages leave for the state.
+    """Set the memory for the state in the costs to what strategies and messages leave free.
 
     Args:
         tokens: number of tokens in the largest mini-batch.
@@ -65,7 +65,7 @@ class Following:
     Attributes:
         home: the current home; if it has copies, its `nodes` are set.
         memory: costs that include the memory of ranks; None: memory is not limited.
-        rule: rule for choosing owners by the running strategies; needs `memory`. None: strategies have no effect.
+        rule: how the running strategies determine the owners; needs `memory`. None: they have no effect.
     """
 
     home: Home
@@ -168,7 +168,7 @@ class Following:
 
     def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> RunEvent:
         went = sum(received(self.home, home, self.ranks, self.buckets))
-        why = f"state moves to shares {home} in {len(parts)} parts during steps: {better.why}"
+        why = f"state moves to shares {home} in {len(parts)} parts while training continues: {better.why}"
         if self.dry_run:
             why = f"dry run, not done: {why}"
         else:

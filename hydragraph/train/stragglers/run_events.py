@@ -96,7 +96,7 @@ def append_event(path: Path, event: RunEvent) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (line, "path:number") of a file, without a truncated last line; a missing file has no lines."""
+    """Yield (line, "path:number") for each line of a file except a truncated last line; a missing file has none."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):

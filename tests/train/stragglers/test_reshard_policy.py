@@ -46,7 +46,7 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     assert event.before_s is not None
     assert event.after_s is not None
     assert event.after_s < event.before_s
-    assert "parts during steps" in event.why
+    assert "parts while training continues" in event.why
     parts = 0
     while (home := following.next) is not None:
         following.begun()
