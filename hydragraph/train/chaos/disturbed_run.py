@@ -93,7 +93,7 @@ def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed |
     """Return the first step whose loss differs between the runs by more than rounding errors explain, or None.
 
     Training amplifies rounding errors. The allowed difference at each step therefore depends on `control`, an
-    undisturbed run on another number of ranks. Without `control`, losses must be bitwise equal.
+    undisturbed run with a different number of ranks. Without `control`, losses must be bitwise equal.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -123,7 +123,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
     """Parse kinds of faults, such as "two,again"; raise ValueError for unknown or impossible kinds."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
-        raise ValueError(f"kinds has the unknown kind {unknown[0]!r}: use {', '.join(ACTIONS)}")
+        raise ValueError(f"unknown kind of fault {unknown[0]!r}: choose from {', '.join(ACTIONS)}")
     kinds = tuple(kind for kind in ACTIONS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
         raise ValueError("a fault of kind checkpoint waits for a checkpoint: set checkpoint_every")
@@ -158,11 +158,11 @@ def run(
     until: int | None = None,
     machines: int = 1,
 ) -> Disturbed:
-    """Run a training in separate processes, and inject the faults.
+    """Run training in separate processes, and inject the faults.
 
     Args:
         stepped: called with the last step and the number of faults so far.
-        until: last step before the run is asked to stop; None: `CALM_STEPS` after the last fault, if there is one.
+        until: step after which the run is asked to stop; None: `CALM_STEPS` steps after the last fault, if any.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class Patience:
     """Distinguishes a run that hangs from a run that starts slowly.
 
     Args:
-        moved: time of the run's start, later the time of its last step.
+        moved: time of the last step, or of the run's start if there is no step yet.
     """
 
     moved: float
@@ -206,8 +206,8 @@ class Patience:
         if now - self.moved <= (_QUIET_S if self.step else _START_S):
             return ""
         if not self.step:
-            return f"it made no step within {_START_S:g} s of its start, and was ended"
-        return f"it made no step for {_QUIET_S:g} s after step {self.step}, and was ended"
+            return f"it completed no step within {_START_S:g} s of its start, and was killed"
+        return f"it completed no step for {_QUIET_S:g} s after step {self.step}, and was killed"
 
 
 @dataclass

@@ -173,17 +173,17 @@ def _join(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _pause(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank for 3 s; the other ranks must not give it up."""
+    """Stop a rank for 3 s; the other ranks must not give up on it."""
     send(target, signal.SIGSTOP)
     time.sleep(_PAUSE_S)
     send(target, signal.SIGCONT)
 
 
 def _stop(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank permanently; the other ranks must give it up and end it."""
+    """Stop a rank permanently; the other ranks must give up on it and end it."""
     send(target, signal.SIGSTOP)
     if not ended(target, GIVEN_UP_S):
-        run.problems.append(f"the other ranks did not give up a stopped rank within {GIVEN_UP_S:g} s")
+        run.problems.append(f"the other ranks did not give up on a stopped rank within {GIVEN_UP_S:g} s")
         send(target, signal.SIGCONT)
 
 
@@ -213,7 +213,7 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank; about when its replacement joins, kill the replacement or another rank."""
+    """Kill a rank, and when its replacement is about to join or has just joined, the replacement or another rank."""
     children_before = set(run.children())
     joined = len(run.happened("join"))
     _end(target)
@@ -292,5 +292,5 @@ ACTIONS: Mapping[str, Action] = {strike.__name__.removeprefix("_"): strike for s
 
 
 def least_ranks(kind: str) -> int:
-    """Return the minimum number of ranks for a fault of this kind, so that a rank survives (except `all`)."""
+    """Return the fewest ranks with which a fault of this kind leaves a survivor; for `all`, which leaves none, 2."""
     return 3 if kind == "two" else 2

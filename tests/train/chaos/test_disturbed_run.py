@@ -57,7 +57,7 @@ def test_kinds_are_read_and_those_that_never_come_are_refused(tmp_path: Path) ->
     assert read_kinds("", replace(config, ranks=1)) == ()
     assert read_kinds("two, again,kill", config) == ("kill", "two", "again")
     for text, changed, words in (
-        ("two,none", config, "kinds has the unknown kind 'none': use kill, "),
+        ("two,none", config, "unknown kind of fault 'none': choose from kill, "),
         ("two", replace(config, ranks=2), "ranks is 2: set at least 3, so that a rank survives these faults"),
         ("checkpoint", replace(config, checkpoint_every=0), "set checkpoint_every"),
         ("switch", config, "set elastic.replan"),
@@ -128,8 +128,8 @@ def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
     assert not patience.look(1, 1900.0 + 180.0)
     assert not patience.look(2, 1900.0 + 181.0)
     assert not patience.look(1, 1900.0 + 361.0), "a step that is repeated is progress, too"
-    assert patience.look(1, 1900.0 + 542.0) == "it made no step for 180 s after step 1, and was ended"
-    assert Patience(0.0).look(0, 1801.0) == "it made no step within 1800 s of its start, and was ended"
+    assert patience.look(1, 1900.0 + 542.0) == "it completed no step for 180 s after step 1, and was killed"
+    assert Patience(0.0).look(0, 1801.0) == "it completed no step within 1800 s of its start, and was killed"
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
         ),
         (Disturbed(-9, ()), "it was killed by signal 9; its output is empty"),
         (
-            Disturbed(-14, (), hung="it made no step, and was ended"),
-            "it made no step, and was ended; its output is empty",
+            Disturbed(-14, (), hung="it completed no step, and was killed"),
+            "it completed no step, and was killed; its output is empty",
         ),
     ],
 )
