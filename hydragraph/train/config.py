@@ -90,7 +90,7 @@ class ModelConfig:
             raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
         if self.config is not None and self.architecture is None and self.path is None:
             raise ValueError(
-                "config cannot change the model in weights: give path instead of weights, or give architecture and a "
+                "config cannot change a model from weights: give path instead of weights, or give architecture and a "
                 "complete config"
             )
 
@@ -101,7 +101,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters by `peft`, trained while the model's own weights are frozen.
+    """Low-rank adapters from `peft`, trained while the model's own weights are frozen.
 
     Attributes:
         r: rank of the matrices.
@@ -402,8 +402,8 @@ class PlanConfig:
 class ElasticConfig:
     """How a run reacts to ranks that are lost, join, or are slower than others.
 
-    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. A run
-    whose `strategies: auto` measures the devices also survives lost ranks, unless a launcher starts each rank.
+    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. So
+    does a run in which `strategies: auto` measures the devices, unless a launcher starts each rank.
 
     Attributes:
         copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: after
@@ -461,9 +461,9 @@ class TrainConfig:
         strategies: one or more strategies, each as text such as "<tp2,pp1> + <tp1,pp2>", as the path of a YAML file, or
             as YAML. Steps alternate between the strategies, or use the best one for each step (`plan.choose`). "auto"
             measures the devices, or reads `plan.profile`, and plans strategies for the devices and the data.
-        home: the owners of the weights and the optimizer's state: "auto" (the ranks for which the strategies need the
-            least communication), "stages" (the ranks that compute a block), "equal" (equal shares), a text such as
-            "3,3,1,0 copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
+        home: the owners of the weights and the optimizer's state: "auto" (the ranks that exchange the state fastest),
+            "stages" (the ranks that compute a block), "equal" (equal shares), a text such as "3,3,1,0 copies=2", or
+            {shares: [3, 3, 1, 0], copies: 2}.
         steps: number of mini-batches to train on; 0: train for `epochs`.
         epochs: number of passes over the data, instead of `steps`; 0: train for `steps`.
         ranks: number of local processes to start, unless a launcher such as torchrun has started them.
@@ -495,9 +495,11 @@ class TrainConfig:
         patience: stop the run after this number of consecutive evaluations without a lower loss; None: do not stop
             early.
         min_improvement: smallest decrease of the loss that counts as an improvement for `patience`.
-        grace_s: seconds that a run has to finish its step and save after it is asked to stop (SIGTERM, Ctrl-C).
+        grace_s: time limit in seconds for finishing the current step and saving, once the run is asked to stop
+            (SIGTERM, Ctrl-C).
         progress_s: if ranks wait for this number of seconds and no rank makes progress, all ranks fail with a report.
-        deterministic: compute bit-identical results for any ranks, pipelines and homes, even if ranks are lost; slower.
+        deterministic: compute bit-identical results for any number of ranks, any pipelines and any home, even if ranks
+            are lost; slower.
         push_dtype: dtype in which gradients are sent to their owners, float32 or bfloat16; the owners add them in fp32.
         output: the run folder.
     """
@@ -593,24 +595,26 @@ class TrainConfig:
     def _check_determinism(self) -> None:
         if self.deterministic and self.backend == "inductor":
             raise ValueError(
-                'deterministic: Inductor\'s code depends on sizes of earlier batches: set backend to "eager"'
+                "deterministic cannot be combined with backend inductor, whose code depends on the sizes of earlier "
+                'batches: set backend to "eager"'
             )
         if self.deterministic and self.push_dtype != "float32":
             raise ValueError(f"push_dtype is {self.push_dtype}, which is not deterministic: leave push_dtype out")
 
     def _check_data(self) -> None:
-        """Check that sequences fit into a mini-batch; with an objective, set every corpus to "preference"."""
+        """Check that sequences fit into a mini-batch; with an objective, set every corpus's format to "preference"."""
         data = self.data
         if data.max_length > data.tokens_per_step:
             raise ValueError(
-                f"data.max_length is {data.max_length}, but data.tokens_per_step is only {data.tokens_per_step}: a "
-                "sequence must fit into a mini-batch: raise data.tokens_per_step or lower data.max_length"
+                f"data.max_length is {data.max_length}, but a sequence must fit into a mini-batch, and "
+                f"data.tokens_per_step is only {data.tokens_per_step}: raise data.tokens_per_step or lower "
+                "data.max_length"
             )
         if self.objective is None:
             return
         if self.label_smoothing:
             raise ValueError(
-                "label_smoothing does not apply to an objective: leave label_smoothing out; DPO has "
+                "label_smoothing has no effect with an objective: leave label_smoothing out; for DPO, set "
                 "objective.dpo.label_smoothing"
             )
         for source in (data, *data.sources, *data.evaluation.values()):
@@ -621,8 +625,8 @@ class TrainConfig:
                 )
         if 2 * data.max_length > data.tokens_per_step:
             raise ValueError(
-                f"data.max_length is {data.max_length}, and data.tokens_per_step {data.tokens_per_step}: both answers "
-                f"of a pair must fit into a mini-batch: set tokens_per_step to at least {2 * data.max_length}"
+                f"both answers of a pair must fit into a mini-batch, but data.max_length is {data.max_length}, and "
+                f"data.tokens_per_step is {data.tokens_per_step}: set tokens_per_step to at least {2 * data.max_length}"
             )
         mixture = tuple(replace(source, format="preference") for source in data.mixture)
         evaluation = {name: replace(source, format="preference") for name, source in data.evaluation.items()}

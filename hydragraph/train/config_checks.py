@@ -124,8 +124,8 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 def check_budget(config: TrainConfig, tokens: int) -> None:
     if config.data.tokens_per_step > _PASSES * tokens:
         raise ValueError(
-            f"data.tokens_per_step is {config.data.tokens_per_step:,}, but the data has only {tokens:,} tokens: each "
-            f"step would read the data {config.data.tokens_per_step / tokens:,.0f} times: lower data.tokens_per_step"
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, but the data has only {tokens:,} tokens, so "
+            f"each step would read it {config.data.tokens_per_step / tokens:,.0f} times: lower data.tokens_per_step"
         )
 
 
@@ -161,8 +161,8 @@ def remarks(
         )
     if rates := dropout_rates(model):
         said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        how = "trains with" if config.model.dropout else "disables (model.dropout: false)"
-        yield f"the run {how} the dropout of the model's config: {said}"
+        how = "the run trains with" if config.model.dropout else "model.dropout is false, so the run disables"
+        yield f"{how} the dropout of the model's config: {said}"
     for i, strategy in enumerate(strategies):
         same = strategies.index(strategy)
         if same < i:

@@ -118,7 +118,7 @@ def _splits(data: DataConfig) -> tuple[Split, ...]:
 def data_remarks(config: TrainConfig) -> Iterator[str]:
     try:
         template = _template_text(config, _known_tokenizer(config), chats=True)
-    except ValueError:  # `check_data` and the run raise it
+    except ValueError:  # `check_data` and the run raise this error
         template = None
     for source in (*config.data.sources, *config.data.evaluation.values()):
         paths = _paths(source)

@@ -67,7 +67,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check the fields of a frozen dataclass that have type `bool`, `str` or `Annotated` with a check (or None)."""
+    """Check the `bool`, `str` and checked `Annotated` fields of a frozen dataclass; optional ones may be None."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)

@@ -83,7 +83,7 @@ def train(
     step: int | None = None,
     stopping: Requests | None = None,
 ) -> RunOutcome:
-    """Run a training from start to end on all launched ranks.
+    """Run training from start to end on all launched ranks.
 
     Args:
         trace: record the first steps for Perfetto.
@@ -221,14 +221,14 @@ def _session(
             done = extra.get("step", last.step)
             if done > config.steps:
                 raise ValueError(
-                    f"the checkpoint pieces are from step {done}, after the last step: set steps to {done} or more"
+                    f"the checkpoint pieces are from step {done}, past the last step: set steps to {done} or more"
                 )
             if leader is not None:
                 _note_resumed(config, folder, leader, world.ranks, done, last, changed)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        alone = world.ranks == 1  # a single rank has no other plan, and owns all state
+        alone = world.ranks == 1  # with a single rank, there is no other plan or owner
         watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:

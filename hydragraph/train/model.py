@@ -127,8 +127,8 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
                 first = str(error).partition("\n")[0]  # a C++ location follows the first line
                 raise ValueError(
-                    f"model.config: {config.architecture} cannot be built from it with a vocabulary of {vocabulary}: "
-                    f"{type(error).__name__}: {first}"
+                    f"model.config: {config.architecture} cannot be built with these settings and a vocabulary of "
+                    f"{vocabulary}: {type(error).__name__}: {first}"
                 ) from error
         else:
             from transformers import AutoModelForCausalLM
@@ -194,7 +194,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     other = sorted({str(key) for kind in kinds for key in loaded[kind]})
     if config.path is not None and config.config and other:
         raise ValueError(
-            f"model.config: with {dict(config.config)}, tensors differ from those in model.path {config.path} "
+            f"model.config: {dict(config.config)} makes tensors differ from those in model.path {config.path} "
             f"({other[0]} and {len(other) - 1} others): change only settings that keep the tensors' names and shapes"
         )
     return model
@@ -224,7 +224,9 @@ def _refused_by(kind: type[Any]) -> Iterator[None]:
         yield
     except Exception as error:
         said = " ".join(str(error).split())
-        raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
+        raise ValueError(
+            f"model.config: {kind.__name__} rejects these settings: {type(error).__name__}: {said}"
+        ) from error
 
 
 def _check_known(changes: Mapping[str, Any], given: Mapping[str, Any], aliases: Iterable[str], label: str) -> None:
@@ -264,7 +266,7 @@ def directory_of(config: ModelConfig) -> str:
     field = _field(config)
     if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
         raise ValueError(
-            f"{field} {path}: the directory does not exist; if this is a model of the Hugging Face hub, fetch it "
+            f"{field} {path}: the directory does not exist; if this is a model on the Hugging Face Hub, download it "
             f"(hf download {path} --local-dir {Path(path).name}) and name its directory"
         )
     what = "holds no config.json" if Path(path).is_dir() else "is not a directory"
@@ -284,7 +286,7 @@ def _model_class(name: str) -> Any:
         return architecture
     if name.startswith("Auto") and hasattr(transformers, name):
         raise ValueError(
-            f"model.architecture: {name} reads the class from a directory: set model.path to the directory, "
+            f"model.architecture: {name} takes the class from a model directory: set model.path to that directory, "
             "or give a class such as LlamaForCausalLM"
         )
     close = get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), n=1)

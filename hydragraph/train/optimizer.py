@@ -51,7 +51,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return the bytes per element of the fp32 weight and the optimizer state together."""
+    """Return how many bytes the fp32 weight and the optimizer state take per element."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     model = nn.Module()

@@ -17,10 +17,10 @@ class PiecesConfig:
     Attributes:
         local: a directory on each machine's own disk; `~` and environment variables, as in $SLURM_TMPDIR/pieces, are
             expanded on each machine. null: none.
-        peers: also store the pieces in host memory of each rank, which needs 24 bytes per parameter that a rank owns
-            (with AdamW).
-        shared: a directory that all machines share, or a URL such as s3://bucket/pieces (needs s3fs, gs:// gcsfs);
-            null: none.
+        peers: also store the pieces in each rank's host memory; with AdamW, this takes 24 bytes per parameter that the
+            rank owns.
+        shared: a directory that all machines share, or a URL such as s3://bucket/pieces (s3:// needs s3fs, and
+            gs:// needs gcsfs); null: none.
     """
 
     local: str | None = None

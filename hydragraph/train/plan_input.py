@@ -31,7 +31,7 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
-    """Read a profile of equal devices, or the costs of a cluster's devices; return None without `plan.profile`.
+    """Read a profile of identical devices, or the costs of a cluster's devices; return None without `plan.profile`.
 
     Raises:
         ValueError: a file is invalid or does not fit the run.

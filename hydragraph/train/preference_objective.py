@@ -80,7 +80,7 @@ class PairResult:
 
     Attributes:
         loss: mean over the pairs.
-        weights: factor of each answer's token losses -log p. The weighted sum of the token losses has the same gradient
+        weights: factor for each answer's token losses -log p. The weighted sum of token losses has the same gradient
             as the sum of the pair losses.
         figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and
             `accuracy` (fraction of pairs whose preferred answer has the higher reward; ties count half). DPO adds
@@ -110,7 +110,7 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     """
     if not bool(torch.isfinite(scores).all()):
         pair = int((~torch.isfinite(scores)).nonzero()[0]) // 2
-        raise FloatingPointError(f"the log-probability of an answer of pair {pair} of the mini-batch is not finite")
+        raise FloatingPointError(f"the log-probability of an answer is not finite, in pair {pair} of the mini-batch")
     scores = scores.double().requires_grad_()
     columns = scores, targets.double(), reference.double()
     chosen, rejected = (Answers(*(column[i::2] for column in columns)) for i in (0, 1))

@@ -30,7 +30,7 @@ class ReferenceScores:
     """Scores of every answer that a run reads.
 
     Attributes:
-        of: by stream, the score of each chunk: fp32 [chunks], NaN if unknown. The arrays are updated in place.
+        of: scores of each stream's chunks, fp32 [chunks]; NaN: unknown. The arrays are updated in place.
     """
 
     def __init__(

@@ -67,7 +67,8 @@ class RunFolder:
                 continues the run if it has a checkpoint, else replaces the run.
 
         Raises:
-            ValueError: "new" for a folder with a run, "resume" for one without a checkpoint, or too few `steps`.
+            ValueError: "new" for a folder with a run, "resume" for one without a checkpoint, or `steps` below the
+                checkpoint's step.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
@@ -76,7 +77,7 @@ class RunFolder:
             raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
         last = self._chosen(step) if how in ("resume", "auto") else None
         if how == "resume" and last is None:
-            way = "use --overwrite" if holds_run else "correct output, or leave --resume out to begin a run"
+            way = "use --overwrite" if holds_run else "set output to a run's folder, or leave --resume out to begin one"
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
         if last is not None and config.epochs is None and last.step > config.steps:
             raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
@@ -105,7 +106,7 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and of its run, or ""; a resumed run with checkpoint pieces keeps its name."""
+        """Unique names of the folder and its run, "" if unset; a resumed run with checkpoint pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
@@ -132,7 +133,7 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Lock the folder during the block, after its owner, a rank of the same run, was lost.
+        """Lock the folder during the block, in place of a lost rank of the same run.
 
         Args:
             patience_s: seconds to wait for the lock; then continue without it.

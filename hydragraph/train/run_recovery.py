@@ -32,11 +32,11 @@ from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # maximum wait until a lost rank releases the folder
-_FENCED_S = 1.0  # maximum wait if the ranks of the lost machine have ended
+_FENCED_S = 1.0  # maximum wait if a disconnected machine has ended its ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Continue the run on the remaining and joining ranks; return the new `Run`, and the reason to end it or ""."""
+    """Continue the run on the remaining and joining ranks; return the new `Run`, and why it must end, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(state.untold, run.world.ranks)
@@ -50,7 +50,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
-    if last < 0 and world.rank == 0:  # no earlier rank is left
+    if last < 0 and world.rank == 0:  # all earlier ranks are gone
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
@@ -111,7 +111,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
             owned.callback(state.callbacks.call, "on_end")
             state.callbacks.call("on_start", run.config)
         run = replace(run, callbacks=state.callbacks)
-    # If another rank was lost in the meantime, the caller's `run` has a closed log.
+    # The caller's log is already closed if another rank was lost in the meantime.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -131,7 +131,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Set the data position on all ranks to the end of the last step that is not undone."""
+    """Set the data position on all ranks to the end of the last step that was kept."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:  # no remaining rank knows the position

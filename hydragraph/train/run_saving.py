@@ -47,7 +47,7 @@ def load(
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path if pieces is None else (pieces, last.path))
-        except ValueError as error:  # may be Damaged on one rank only
+        except ValueError as error:  # perhaps Damaged, and only on some ranks
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -72,7 +72,7 @@ def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Append to the text of file errors how to continue the run."""
+    """Add instructions for continuing the run to the text of file errors."""
     try:
         yield
     except (ConnectionError, TimeoutError):

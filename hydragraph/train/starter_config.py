@@ -57,7 +57,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
         fields = _fields(data)
         formats = corpus.formats(data, None, fields)
     if data and not formats:
-        raise ValueError(f"no text in {', '.join(map(str, data))}: name files of text, .jsonl or tables")
+        raise ValueError(f"no text in {', '.join(map(str, data))}: name text files, .jsonl files or tables")
     if len(formats) > 1:
         raise ValueError(f"the data has {' and '.join(sorted(formats))}: name data of one kind, or use data.mixture")
     size = sum(path.stat().st_size for path in corpus.files(data)) if data else 0

@@ -104,7 +104,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def _await_later_name(events: Path) -> None:
     """Wait until the name of a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts last.
 
-    TensorBoard expects a restarted run in the last file. For equal seconds, the number n = 10 would sort before 9.
+    TensorBoard expects the events of a restarted run in the last file. For equal seconds, n = 10 would sort before 9.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
@@ -119,7 +119,7 @@ class MetricsLog:
         path: file of JSON lines; lines after step `after` are dropped.
 
     Attributes:
-        history: all metrics, including earlier sessions.
+        history: all metrics, including those of earlier sessions.
     """
 
     def __init__(self, path: Path, tensorboard: Path | None, after: int) -> None:
@@ -150,7 +150,7 @@ class MetricsLog:
             self._tensorboard.close()  # fails if the run's folder is gone
         except OSError:
             if kind is None:
-                raise  # else report the error that ended the run
+                raise  # otherwise, the error that ended the run is reported
 
     def write(self, metrics: Metrics) -> None:
         """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""

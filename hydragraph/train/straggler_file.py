@@ -1,4 +1,4 @@
-"""The file `slow.json`, in which a new leading rank finds the slow ranks, by member (process; `cluster.rendezvous`).
+"""The file `slow.json`, from which a new leading rank reads the slow ranks, by member (`cluster.rendezvous`).
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """

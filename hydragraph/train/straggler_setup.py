@@ -101,7 +101,7 @@ def controller_of(
 
 
 def follows(config: TrainConfig, executor: Executable) -> bool:
-    """Return whether recent strategies determine the owners of state: with `home: auto` and measured costs."""
+    """Return whether the owners of state depend on recent strategies, as with `home: auto` and measured costs."""
     if config.home.rule != "auto" or not config.plan.choose:
         return False
     profile = executor.profile

@@ -90,7 +90,7 @@ class TrainState:
         anew: returns the source of mini-batches from the start.
         saved: step of the last checkpoint.
         kept: whether a checkpoint exists, even of step 0.
-        positions: position of `batches` after each step, since the second-to-last checkpoint.
+        positions: position of `batches` after each step since the second-to-last checkpoint.
         last: last finished step and its report, which may not be logged yet.
         untold: recoveries that are not reported yet, each with the number of ranks before the recovery.
         began: start time of the folder's run; None: this rank has not joined the run yet.

@@ -171,7 +171,7 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     rates = "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
     assert said[1] == f"the run trains with the dropout of the model's config: {rates}"
     plain = next(s for s in remarks(without, model, strategies, 2, batches, settings.steps) if "dropout" in s)
-    assert plain == f"the run disables (model.dropout: false) the dropout of the model's config: {rates}"
+    assert plain == f"model.dropout is false, so the run disables the dropout of the model's config: {rates}"
     assert said[2:] == [
         "strategies[0]: rank 1 would be idle",
         "strategies[2] is the same as strategies[0]",

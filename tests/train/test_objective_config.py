@@ -55,7 +55,7 @@ def test_every_corpus_is_read_as_pairs(tmp_path: Path) -> None:
         ({"objective": {"dpo": {"beta": -1}}}, r"objective.dpo: beta is -1: give a number of at least 0"),
         ({"objective": {"simpo": {"beta": 0}}}, r"objective.simpo: beta is 0, which makes every gradient zero"),
         ({"objective": {"dpo": {"beat": 1}}}, r"objective.dpo: unknown field 'beat': did you mean 'beta'"),
-        ({"label_smoothing": 0.1}, r"label_smoothing does not apply to an objective.*objective.dpo.label_smoothing"),
+        ({"label_smoothing": 0.1}, r"label_smoothing has no effect with an objective.*objective.dpo.label_smoothing"),
         (
             {"data": {"format": "chat"}},
             "data.format is chat, but the objective compares two answers: leave data.format out",
