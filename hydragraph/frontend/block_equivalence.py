@@ -22,7 +22,7 @@ _LARGEST = 1 << 20  # maximum elements of a constant tensor that is compared by 
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation, or None if it cannot be described; `hints`: size symbol -> example."""
+    """Digest a block's computation, or return None if it cannot be described; `hints` maps size symbols to examples."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -73,8 +73,8 @@ def refuse_state_around(
 def _refuse_difference(first: list[str] | None, second: list[str] | None, where: str) -> None:
     if first is None or second is None or first == second:
         return
-    differing = next((b for a, b in zip(first, second, strict=False) if a != b), "the second call runs other operators")
-    what = f"its forward differs between calls ({differing[:120]}), but a captured graph always computes the same"
+    differing = next((b for a, b in zip(first, second, strict=False) if a != b), "the calls run different operators")
+    what = f"its forward differs between calls ({differing[:120]}), but a captured graph repeats the traced call"
     remedy = "compute only from the arguments: remove counters, clocks and Python's random numbers"
     raise Unsupported(what, where=where, remedy=remedy)
 
@@ -103,7 +103,7 @@ class _Notes(TorchDispatchMode):
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.unknown = False  # set for a tensor of unknown origin whose values cannot be compared
+        self.unknown = False  # whether a tensor has an unknown origin and values that cannot be compared
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # references prevent the reuse of ids
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]

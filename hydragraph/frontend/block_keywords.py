@@ -27,7 +27,7 @@ def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor
     """Return the cu_seqlens and max_length of the traced block; raise Unsupported if it got no cu_seqlens."""
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
-        problem = f"{what} was called without cu_seq_lens_q, so packed sequences would see each other"
+        problem = f"{what} was called without cu_seq_lens_q, so it would mix packed sequences"
         remedy = "use a model that forwards its keyword arguments to its layers"
         raise Unsupported(problem, where=where, remedy=remedy)
     return bounds, longest

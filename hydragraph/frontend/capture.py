@@ -71,7 +71,7 @@ def capture(
     loss: Loss | None = None,
     blocks: str | None = None,
 ) -> Program:
-    """Trace a model once into a Program: blocks, with placeholders for the communication that a strategy chooses.
+    """Trace a model once into a Program, whose blocks have placeholders for the communication of any strategy.
 
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
@@ -173,7 +173,7 @@ class _Pieces:
 
     Attributes:
         feeds: block name -> indices of the `aux` outputs that the block takes besides the hidden state.
-        sizes: example sizes by symbol: first the token count, then the length of cu_seqlens.
+        sizes: example sizes by symbol; the token count comes first, then the length of cu_seqlens.
     """
 
     model: str
@@ -242,15 +242,15 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     for node in nodes:
         hidden, others = node_inputs(node)
         if previous is not None and hidden is not previous:
-            remedy = "move this computation into a block, or name another nn.ModuleList with blocks='path.to.list'"
+            remedy = "move the computation between them into a block, or choose other blocks with blocks='path.to.list'"
             raise Unsupported(
-                "the model computes between the previous block and this one", where=str(node.args[2]), remedy=remedy
+                "this block's input is not the previous block's output", where=str(node.args[2]), remedy=remedy
             )
         outputs += [o for o in others if o not in outputs]
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
     if previous is None:
-        raise Unsupported("the loss does not depend on the blocks", where=model, remedy="compute it from the outputs")
+        raise Unsupported("the loss does not depend on the blocks", where=model, remedy="use the model's outputs")
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
@@ -281,9 +281,9 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         raise Unsupported("dropout is applied to a value that blocks share", where=model, remedy=remedy)
     placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
-        what = "blocks share a value that depends on parameters or on other blocks"
+        what = "blocks share a value that depends on parameters or blocks, so stages cannot compute it from the batch"
         remedy = (
-            "torch.cat the value to the hidden state on the last dimension, and let each block split and return both"
+            "concatenate the value to the hidden state on the last dimension, and let each block split and return both"
         )
         raise Unsupported(what, where=model, remedy=remedy)
     return _Pieces(model, embed, aux, head, feeds, {tokens: skeleton.example["T"], bounds: skeleton.example["N+1"]})
@@ -292,7 +292,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    """Return each block's template, by block name; `keys`: id of a block's module -> structure without layer index."""
+    """Return each block's template, by block name; `keys` maps module ids to structures without layer index."""
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()

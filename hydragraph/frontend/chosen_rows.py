@@ -1,11 +1,11 @@
-"""Rewriting of graphs that select rows with a mask, so that they compute all tokens instead.
+"""Rewriting of graphs that process the rows selected by a mask, so that they process all tokens.
 
 A model may select an expert's tokens with a mask:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-A captured graph cannot have a number of rows that depends on tensor values, so `with_all_rows` computes all tokens:
+A captured graph cannot have a number of rows that depends on tensor values, so `with_all_rows` processes all rows:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
@@ -51,7 +51,7 @@ class _Selection:
 
     Attributes:
         mask: the mask, permuted so that the token dimension is the first.
-        dims, sizes: index in the original mask, and size, of each dimension of `mask`.
+        dims, sizes: for each dimension of `mask`, its index in the original mask and its size.
     """
 
     mask: fx.Node
@@ -74,7 +74,7 @@ def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     copied.graph.eliminate_dead_code()
     copied.recompile()
     _LOG.warning(
-        "%s: rows that a mask selects are computed for all tokens, so n experts cost as much as n dense layers; "
+        "%s: processes all tokens instead of those that a mask selects, so n experts cost as much as n dense layers; "
         "transformers' mixture-of-experts models (Mixtral, Qwen3-MoE) compute only the chosen experts",
         where,
     )
@@ -186,7 +186,7 @@ class _Rewriting:
         places = sorted(dims.values())
         adjacent = places == list(range(places[0], places[0] + len(places)))
         if len(selections) > 1 or len(dims) != len(indexed_dims) or not adjacent:
-            raise _Unchanged("the indices come from several masks, or index dimensions that are not adjacent")
+            raise _Unchanged("the indices come from several masks, or the indexed dimensions are not adjacent")
         return next(iter(selections.values())), dims
 
     def _taken(
@@ -273,7 +273,7 @@ class _Rewriting:
             if unbacked and str(one) not in symbols_in(one):
                 raise _Unchanged(f"{node.target} joins or splits rows")
             if not _equal(now, math.prod(selection.sizes) if unbacked else one):
-                raise _Unchanged(f"the output size of {node.target} does not follow the number of rows")
+                raise _Unchanged(f"the output size of {node.target} does not match the number of rows")
 
     def _selected_by(self, node: fx.Node) -> _Selection | None:
         if node in self._indices:
@@ -311,7 +311,7 @@ class _Rewriting:
             sizes = [*map(str, value.shape)] if isinstance(value, Tensor) and not self._is_selected(node) else []
             if str(size) in sizes:
                 return self._call(place, aten.sym_size.int, node, sizes.index(str(size)))
-        raise _Unchanged("no tensor in the graph has a required size")
+        raise _Unchanged("no earlier tensor has a size that the new operators need")
 
     def _call(self, place: fx.Node, target: Any, *arguments: Any) -> fx.Node:
         node = self._graph.call_function(target, arguments)

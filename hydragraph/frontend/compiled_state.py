@@ -180,7 +180,7 @@ class _Module:
                 continue
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
-                what = "the tensor was replaced or edited after hg.compile, but training uses its own copy"
+                what = "the tensor was replaced or edited after hg.compile, but training uses a copy made by hg.compile"
                 raise _refused(part.name, what)
             part.tensor, part.state = weakref.ref(tensor), _state(tensor)
 
@@ -285,7 +285,7 @@ class CompiledState:
             cells = cells_of(function)
             inner = _contents(cells)
             stateful = {n: v for n, v in inner.items() if _has_state(v)}
-            # Cells with these values are not stored: a cell would keep a model or a trainer alive.
+            # Cells with these values are not stored, because they would keep a model or a trainer alive.
             apart = nn.Module | Tensor | types.MethodType
             compared = {n: c for n, c in cells.items() if n not in stateful and not isinstance(inner[n], apart)}
             self._add(f"variables of {name}", functools.partial(_contents, compared), _contents(compared), readers)

@@ -25,7 +25,7 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-_CALL = 11  # index of the call's number among the arguments of attention with dropout
+_CALL = 11  # index of the call number in the arguments of `attention_dropout`
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 

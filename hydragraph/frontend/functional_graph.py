@@ -35,18 +35,18 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "write into a copy (.clone()), or use an out-of-place operator (x = x + y)",
     ),
     "dynamic but your code specialized it": (
-        "its graph holds for only one number of tokens or sequences: forward turns this number, or a bound on it, into "
-        "a Python number, or uses a tensor from another call or block",
+        "its graph is valid for only one number of tokens or sequences, because forward converts this number, or a "
+        "limit on it, to a Python number, or uses a tensor from another call or block",
         "remove .tolist(), int() and loops over tokens, and pass tensors as arguments",
     ),
     "satisfy the generated guard": (
-        "its graph depends on whether tokens or sequences are few or many, for example because of a slice along them",
+        "its graph changes with the number of tokens or sequences, for example because it slices along that dimension",
         "compute with all tokens of a row: x[:, 1:] mixes sequences, and labels are already at the positions that "
         "predict them",
     ),
     "fake tensor in the exported program": (
-        "it uses a tensor that the trace does not see: the tensor was read through .data, kept from another call or "
-        "block, or made within torch.func",
+        "it uses a tensor that the trace does not see, because it was read through .data, kept from another call or "
+        "block, or created within torch.func",
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func by operators",
     ),
 }
@@ -74,7 +74,7 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
         remedy = "register this tensor (register_buffer, nn.ModuleList), or create it in forward with device=x.device"
-        return Unsupported(f"it computes with {named}, which is on the CPU only", where=where, remedy=remedy)
+        return Unsupported(f"it computes with {named}, which would stay on the CPU", where=where, remedy=remedy)
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
@@ -147,7 +147,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)
             outside = {n: n.name for n in placeholders_of(body)}
-            _refuse_writes(body, outside, "under torch.no_grad() into a value from outside", where)
+            _refuse_writes(body, outside, "under torch.no_grad() into a value from outside that region", where)
             _refuse_unseen_writes(body, where)
     detached = {n: n.name for n in graph.graph.nodes if n.target is aten.detach.default}
     _refuse_writes(graph, detached, "through .detach()", where)
@@ -156,7 +156,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
 def _refuse_writes(graph: fx.GraphModule, targets: dict[fx.Node, str], how: str, where: str) -> None:
     if _changed(graph, targets):
         remedy = "write into a copy (x.detach().clone()), or use an out-of-place operator"
-        raise Unsupported(f"it writes in place {how}, but gradients ignore this write", where=where, remedy=remedy)
+        raise Unsupported(f"it writes in place {how}, but autograd ignores this write", where=where, remedy=remedy)
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:

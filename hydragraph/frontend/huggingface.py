@@ -58,7 +58,7 @@ def attention(
     limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
     for name, option in options.items():
         if isinstance(option, Tensor) and name not in _IGNORED:
-            what = f"its attention takes a tensor {name!r}, which packed attention does not use"
+            what = f"its attention takes a tensor {name!r}, which packed attention does not support"
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
@@ -71,7 +71,7 @@ def attention(
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
         if any(limit is not None for limit in limits.values()):
-            what = f"attention dropout {dropout} is combined with a window, chunks, capped scores or sinks"
+            what = f"packed attention does not support dropout ({dropout}) with windows, chunks, capped scores or sinks"
             raise Unsupported(what, where=where, remedy="set the config's attention dropout to 0")
         longest_of = torch.zeros((), dtype=torch.int64) if max_length_q is None else max_length_q
         bounds = (cu_seq_lens_q, longest_of, bool(causal), scale)
@@ -105,7 +105,7 @@ def _refuse_own_attention(model: nn.Module) -> None:
             continue
         module = getattr(attentions[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):
-            what = f"its attention is {chosen!r}{module and f' of {module}'}, which packed attention would replace"
+            what = f"its attention is {chosen!r}{module and f' of {module}'}, which hydragraph would replace"
             remedy = "train with standard attention: model.set_attn_implementation('sdpa')"
             raise Unsupported(what, where=type(model).__name__, remedy=remedy)
 
@@ -209,7 +209,7 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor) and logits.shape[:2] != batch["input_ids"].shape:
         what = f"the logits of shape {list(logits.shape)} are pooled over a row of several packed sequences"
-        remedy = "use the ForTokenClassification class, and label the token whose output classifies a sequence"
+        remedy = "use the ForTokenClassification class, and label only the token that classifies the sequence"
         raise Unsupported(what, where=where, remedy=remedy)
 
 

@@ -33,7 +33,7 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
         if kind == _LONG and (most := _parameters(module, layer).get(name)) is not None
     ]
     return (
-        (min(original_lengths), f"{name}: {_LONG} uses other frequencies for longer sequences")
+        (min(original_lengths), f"{name}: {_LONG} uses different frequencies for longer sequences")
         if original_lengths
         else None
     )

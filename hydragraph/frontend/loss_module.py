@@ -13,7 +13,7 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-_PREFIX = "_hydragraph_loss."  # for names of a loss's buffers in a program
+_PREFIX = "_hydragraph_loss."  # prefix of the names of a loss's buffers in a program
 
 
 def refuse_trained(loss: Loss | None) -> None:
@@ -40,7 +40,7 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
     needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
     missing = sorted(needed - loss_buffers(loss).keys())
     if missing:
-        what = f"it needs the loss's buffer {missing[0].removeprefix(_PREFIX)!r}, which loss= does not have"
+        what = f"it needs the loss's buffer {missing[0].removeprefix(_PREFIX)!r}, but loss= has no such buffer"
         raise ValueError(f"program: {what}; pass the loss module that the program was captured with")
 
 

@@ -115,7 +115,7 @@ def _cross_entropy(outputs: Any, labels: Tensor, reduction: str, smoothing: floa
     try:
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
     except ValueError as error:
-        what = f"the model returns logits {list(logits.shape)} for labels {list(labels.shape)}"
+        what = f"the model returns logits {list(logits.shape)}, which do not match the labels {list(labels.shape)}"
         remedy = "return logits of shape [1, T, V], or pass loss="
         raise Unsupported(what, where="the loss", remedy=remedy) from error
 

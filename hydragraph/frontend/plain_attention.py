@@ -1,6 +1,6 @@
 """Rewriting of PyTorch's attention over a whole row as attention within packed sequences.
 
-Calls with a mask or dropout stay, and `token_mixing` rejects them.
+Calls with a mask or dropout are left unchanged, and `token_mixing` rejects them.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
         path = max(sizes, key=lambda n: sizes[n], default=None)
     if path is None or path not in containers or not any(True for _ in containers[path].parameters()):
         what = "no repeated blocks were found" if path is None else f"`{path}` is not an nn.ModuleList with parameters"
-        remedy = "name the nn.ModuleList (or nn.ModuleDict of '0', '1', ...) with blocks='path.to.list'"
+        remedy = "pass blocks='path.to.list', the path of an nn.ModuleList (or nn.ModuleDict of '0', '1', ...)"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     chosen = containers[path]
     assert isinstance(chosen, nn.ModuleList | nn.ModuleDict)

@@ -47,7 +47,7 @@ class BlockCall:
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
     form: str  # expected form of the output, from a similar block
-    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of this block's inputs in it
+    feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node for all blocks, if there is one
 
     def called(self) -> str:
         """Return a digest of the arguments; only the shapes and dtypes of tensors count."""
@@ -76,7 +76,7 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "its output differs in form from the output of an equal block with another index"
+            what = "its output has a different form from that of an otherwise equal block"
             raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same form")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
@@ -88,7 +88,7 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     if len(tensors) != 1:
         form = f"{len(tensors)} tensors" if tensors else "no tensor"
         what = f"the block returns {form} ({_outline(output)}), but only its hidden state is passed from block to block"
-        remedy = "return only the hidden state: disable router logits and caches, and torch.cat other tensors to it"
+        remedy = "return only the hidden state; disable router logits and caches, and concatenate other tensors to it"
         raise Unsupported(what, where=where, remedy=remedy)
     (position,) = tensors
 
@@ -188,7 +188,7 @@ def _in_order(
     called = [call.name for call in calls]
     if called != [n for n, _ in _named(listed)]:
         what = f"the model calls its blocks in the order {called[:4]}..., but must call each block once, in list order"
-        remedy = "name the nn.ModuleList that the model iterates over with blocks='path.to.list'"
+        remedy = "pass blocks='path.to.list', the path of the nn.ModuleList over which the model iterates"
         raise Unsupported(what, where=where, remedy=remedy)
     return exported, calls
 
@@ -222,7 +222,7 @@ def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 @dataclass
 class _Forms:
-    """Facts about blocks that tracing has learned.
+    """Outputs of blocks, learned during tracing.
 
     Attributes:
         of: key of a block -> function from hidden state to output, and the output's form.
@@ -254,7 +254,7 @@ class _FusedBlocks:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
         elif hidden is not self.passed:
-            raise ValueError(f"the model computes something before {name}")
+            raise ValueError(f"the input of {name} is not the previous block's output")
         places = {id(other): i for i, other in enumerate(self.others)}
         for other in others:
             if id(other) not in places:

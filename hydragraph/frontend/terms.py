@@ -8,7 +8,7 @@ The proof sorts values into four kinds:
     total       a sum of terms
 
 Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Totals may only be scaled,
-or added to each other. Which rows an index selects is left to the numeric check.
+or added to each other. Only the numeric check covers which rows an index selects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FINDS = aten_operators("""
 _WHOLE_ROW = "weights tokens by their position in the packed row, which depends on the other packed sequences"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
-_BEHIND = "uses a sum over tokens, which may only be added or scaled"
+_BEHIND = "does more with a sum over tokens than adding or scaling it"
 
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
 _ADDED = aten_operators("add.Tensor sub.Tensor stack cat")
@@ -54,7 +54,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     """Describe the first operator that keeps a loss from being a sum of independent terms, or return None.
 
     Args:
-        bounds: the used placeholders among cu_seqlens and max_length.
+        bounds: the placeholders of cu_seqlens and max_length that the graph uses.
     """
     from_bounds = set(bounds)  # kind "bounds"
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
@@ -63,7 +63,9 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
-            return f"the returned result of {stray.target} is not a sum over tokens" if stray is not None else None
+            return (
+                f"it returns the result of {stray.target}, which is no sum over tokens" if stray is not None else None
+            )
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes
@@ -95,7 +97,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 
 
 def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | None:
-    """Return the problem with an operator on terms, or None; add a total to `totals`."""
+    """Return the problem with an operator on terms, or None; if its result is a total, add it to `totals`."""
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
         return None

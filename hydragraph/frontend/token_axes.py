@@ -1,7 +1,7 @@
 """Allow-list of operators that keep packed tokens separate.
 
 A value *has tokens* if it contains data for each token along one dimension of size T. Operators may combine other
-values freely, unless these values or their sizes depend on the packing, as for `arange(T)`.
+values freely, unless these values or their sizes depend on the packing, as `arange(T)` does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _POINTWISE_LOSSES = aten_operators("""
 _MIXES = "mixes the tokens of packed sequences"
 COUNTS = "counts the tokens of a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
-_ROUTED = "uses a permutation of tokens for more than permuting tokens and restoring their order"
+_ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 

@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for unpacked attention, operator options over a whole batch, and pairs or shifts of tokens.
+    """Raise Unsupported for unpacked attention, options that act on a whole batch, and pairs or shifts of tokens.
 
     Args:
         tokens: symbol of the token count, or None to allow pairs and shifts.

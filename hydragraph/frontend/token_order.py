@@ -67,7 +67,7 @@ _QUOTIENTS = aten_operators("floor_divide div.Tensor_mode")
 
 
 class Routing:
-    """Tracker of routing operators, which adds their results to the `rows` of `mixing`."""
+    """Tracker that adds the results of routing operators to the `rows` of `mixing`."""
 
     def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
         self._rows = rows
@@ -77,7 +77,7 @@ class Routing:
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
         self._counts: dict[fx.Node, fx.Node] = {}  # number of rows with each key -> the sort
         self._ends: dict[fx.Node, fx.Node] = {}  # index after the last row with each key -> the sort
-        # `_sorted` is not included: sort keys do not reveal other tokens.
+        # `_sorted` is not included, because sort keys do not reveal other tokens.
         self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
 
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], bool]], ...] = (

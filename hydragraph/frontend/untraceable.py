@@ -56,7 +56,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so its elements have the same memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In order of addresses, a tensor overlaps an earlier one only if it overlaps the earlier one that ends last.
+    # In address order, a tensor overlaps an earlier one only if it overlaps the one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -81,10 +81,10 @@ def _refuse_module(module: nn.Module, where: str) -> None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         for option in ("scale_grad_by_freq", "max_norm", "sparse"):
             if getattr(module, option):
-                dense = "which makes the gradient a sparse tensor"
-                why = dense if option == "sparse" else "which depends on all tokens of a batch"
+                dense = "makes the gradient a sparse tensor"
+                why = dense if option == "sparse" else "makes the result depend on all tokens of a batch"
                 remedy = f"build the embedding without {option}"
-                raise Unsupported(f"{option}={getattr(module, option)}, {why}", where=where, remedy=remedy)
+                raise Unsupported(f"{option}={getattr(module, option)} {why}", where=where, remedy=remedy)
     if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
         what = f"{type(module).__name__} computes statistics over the tokens of a batch and changes buffers"
         remedy = "use a norm over features (nn.LayerNorm, nn.RMSNorm), or freeze its statistics with .eval()"
@@ -124,11 +124,11 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
             raise Unsupported(what, where=where, remedy=remedy)
     changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
     if changed:
-        what = f"forward or loss changes {changed[0]!r}, but a captured graph always computes the same"
+        what = f"forward or loss changes {changed[0]!r}, but a captured graph would not"
         remedy = "compute only from the arguments: keep no counters, iterators or generators"
         raise Unsupported(what, where=where, remedy=remedy)
     if _random_state() != random_before:
-        what = "forward draws random numbers from Python or NumPy, which a graph would contain as constants"
+        what = "forward draws random numbers from Python or NumPy, which would be constants in a captured graph"
         raise Unsupported(what, where=where, remedy="remove these random numbers")
 
 

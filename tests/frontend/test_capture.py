@@ -126,7 +126,10 @@ def albert() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.Linear(2, 2), "Linear: no repeated blocks were found; name the nn.ModuleList (or"),
+        (
+            lambda: nn.Linear(2, 2),
+            "Linear: no repeated blocks were found; pass blocks='path.to.list', the path of an nn.ModuleList (or",
+        ),
         (albert, "AlbertForMaskedLM: the model calls its blocks in the order ['layer.0', 'layer.0', 'layer.0']"),
     ],
 )

@@ -133,7 +133,7 @@ def test_who_says_whether_it_is_causal() -> None:
     [
         (
             {"cu_seq_lens_q": None},
-            "attention was called without cu_seq_lens_q, so packed sequences would see each other",
+            "attention was called without cu_seq_lens_q, so it would mix packed sequences",
         ),
         (
             {"attention_mask": torch.ones(1, 1, 5, 5)},

@@ -51,7 +51,7 @@ def test_lists_inside_blocks_are_not_taken() -> None:
 
 
 def test_models_without_blocks_are_refused() -> None:
-    with pytest.raises(Unsupported, match=r"Linear: no repeated blocks were found; name the nn.ModuleList"):
+    with pytest.raises(Unsupported, match=r"Linear: no repeated blocks were found; pass blocks='path.to.list'"):
         block_list(nn.Linear(2, 2))
     with pytest.raises(Unsupported, match=r"`nowhere` is not an nn.ModuleList with parameters"):
         block_list(Stack(Layer()), "nowhere")

@@ -102,7 +102,7 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
         ),
         (
             Model(Layer(), Layer(), order=(0, 0, 1)),
-            "but must call each block once, in list order; name the nn.ModuleList",
+            "but must call each block once, in list order; pass blocks='path.to.list'",
         ),
         (Model(Layer(), Layer(), order=(0,)), "but must call each block once, in list order"),
     ],

@@ -245,9 +245,9 @@ class Functional(nn.Module):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True, which depends on"),
+        (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True makes the"),
         (lambda: nn.Embedding(101, 32, max_norm=1.0), "tokens: max_norm=1.0"),
-        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True, which makes the gradient a sparse tensor"),
+        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True makes the gradient a sparse tensor"),
         (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True counts"),
         (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
         (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule wraps another"),

@@ -18,7 +18,7 @@ def mode_of(asked: str | bool) -> str:
     """Return a valid check mode (YAML reads `off` as False), or raise ValueError."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
-        raise ValueError(f"check is {asked!r}: use {', '.join(map(repr, MODES))}")
+        raise ValueError(f"check is {asked!r}: use one of {', '.join(map(repr, MODES))}")
     return AUTO if mode == "auto" else str(mode)
 
 
@@ -43,7 +43,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; all ranks must call this, and all raise the error of any host."""
+    """Check a program on one rank per host; all ranks must call this, and all raise an error of any host."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None

@@ -1,4 +1,4 @@
-"""Narrow copies of library models, to check instead of the models.
+"""Narrow copies of library models, which are checked in place of the models.
 
 The graphs of a copy and its model must have the same text, except for numbers that the different widths explain.
 """

@@ -62,7 +62,7 @@ class Attempt:
     """Settings for one comparison of the model with its captured graph.
 
     Attributes:
-        copied: whether the weights are the model's plus noise, instead of only random.
+        copied: whether the weights are the model's plus noise; otherwise they are random.
         widened: whether casts inside the model are widened to `dtype`.
     """
 
@@ -118,9 +118,10 @@ class Checked:
         beyond = ", ".join(f"{name} {value}" for name, value in self.untouched)
         widths = f" at 1/{self.factor} of its widths" if self.factor > 1 else ""
         return (
-            f"checked {self.model}{widths}: embed, head and {self.blocks} of {self.layers} blocks, packed batches of "
-            f"{' and '.join(map(str, self.tokens))} tokens against each sequence alone in {self.dtype}, worst gradient "
-            f"error {self.worst:.1e}, {self.seconds:.1f} s" + (f"; not reached: {beyond}" if beyond else "")
+            f"checked {self.model}{widths}: embed, head and {self.blocks} of {self.layers} blocks give the same "
+            f"results on packed batches of {' and '.join(map(str, self.tokens))} tokens as on single sequences in "
+            f"{self.dtype}, worst gradient error {self.worst:.1e}, {self.seconds:.1f} s"
+            + (f"; not reached: {beyond}" if beyond else "")
         )
 
 
@@ -249,7 +250,7 @@ class _Comparer:
                     if attempt.is_training(program.dtype):
                         break
                 elif not failed:
-                    problem = f"the model cannot compute a single sequence on the CPU ({error})"
+                    problem = f"the model fails on a single sequence on the CPU ({error})"
                 continue
             if difference is None:
                 continue
@@ -308,7 +309,7 @@ class _Comparer:
         if isinstance(difference, _Unrunnable):
             return Unsupported(f"its captured graph fails to run ({difference})", where=where, remedy=REMEDY)
         name = difference.parameter
-        off = f"is off by {difference.relative:.2g} times {'its norm' if name else 'its value'}"
+        off = f"differs by {difference.relative:.2g} times {'its norm' if name else 'its value'}"
         tokens = " and ".join(map(str, difference.tokens))
         what = (
             f"in the captured graph, {f'the gradient of {name}' if name else 'the loss'} {off} from the value that the "

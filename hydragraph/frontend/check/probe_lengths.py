@@ -1,4 +1,4 @@
-"""Choice of sequence lengths for the numeric check; one exceeds a model's windows and chunks if possible."""
+"""Choice of sequence lengths for the numeric check; if possible, one exceeds the model's windows and chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.private.tracing import ancestors_of
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 LONGEST = 512  # maximum tokens of a sequence
-_WORK = 4e11  # approximate maximum operations on a sequence, of the model or of its graphs
+_WORK = 4e11  # approximate maximum operations per sequence, in the model or in its graphs
 # Default lengths, which differ and are not powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
@@ -35,7 +35,7 @@ class Lengths:
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose sequence lengths, shorter for more `parameters`; the second exceeds as many limits as possible."""
+    """Choose sequence lengths that shrink as `parameters` grows; the second exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])

@@ -44,7 +44,7 @@ def reduced(
     """Copy a model with new weights, except in blocks that are not `kept`; these return their input."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
-    # A shared parameter is left out only if all its names are.
+    # A shared parameter is left out only if no other module uses it.
     names = model.named_parameters(remove_duplicate=False)
     used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
     memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)

@@ -53,7 +53,7 @@ class StageCheck:
 
     Args:
         fused_head: whether one operator computes the head and the loss.
-        added: whether products accumulate gradients in place.
+        added: whether matrix products accumulate gradients in place.
         library: untrusted source of the ranks' graphs.
         model: the program's model; large blocks are compared in a narrow copy of this model.
     """
@@ -295,7 +295,7 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        for index, part in enumerate(parts):  # every rank has a shard of the gradient or a part of its sum
+        for index, part in enumerate(parts):  # every rank has a shard of the gradient or a partial sum
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 raise ValueError(
@@ -317,5 +317,5 @@ def _refusal(
         why = f"{type(difference).__name__}: {(str(difference).splitlines() or [''])[0][:200]}"
         return Unsupported(f"its graphs fail to run ({why})", where=where, remedy=remedy)
     what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
-    off = f"off by {difference.relative:.2g} times its norm from the unsharded block's (in {attempt.kind})"
-    return Unsupported(f"{what} is {off}", where=where, remedy=remedy)
+    off = f"differs by {difference.relative:.2g} times its norm from the unsharded block's (in {attempt.kind})"
+    return Unsupported(f"{what} {off}", where=where, remedy=remedy)

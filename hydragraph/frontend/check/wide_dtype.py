@@ -72,7 +72,7 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return a function that runs a graph with widened casts; for None, return the graph.
+    """Return a function that runs a graph with widened casts; if `wide` is None, return the graph.
 
     Call the function within `default_dtype`.
     """

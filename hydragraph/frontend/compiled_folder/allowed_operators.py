@@ -84,7 +84,7 @@ ON_COLLECTIVES: Mapping[str, int] = {
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 ON_STARTED: Mapping[str, int] = {"result": 1}
 
-# Argument types that are never the result of a node.
+# Argument types that are always constants, never results of nodes.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
 
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})

@@ -83,7 +83,7 @@ def load(
 
     Args:
         model: record of the required model, or None for any model.
-        trust: whether to pass the folder's code to Inductor; the code can do anything that this process may.
+        trust: whether to pass the folder's code to Inductor; this code can do anything that the process can.
 
     Raises:
         Refused: the folder is stale, damaged, or belongs to another model, dtype or number of ranks.
@@ -123,7 +123,7 @@ def load(
 
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
     if manifest.model is None:
-        raise Refused(folder, "it does not record its model, because it was written for processes on one machine only")
+        raise Refused(folder, "it does not record its model, as it only serves processes on one machine")
     mismatches = differences(manifest.model, model)
     if mismatches:
         more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""

@@ -46,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant. The blocks and the kind of stage, such as tp2s, only inform readers."""
+    """File of a variant. The blocks and the kind of stage, such as tp2s, are only for human readers."""
 
     file: str
     blocks: tuple[str, ...]
@@ -66,7 +66,7 @@ class Check:
     """Results of the numeric check.
 
     Attributes:
-        model: result line of the comparison with the model, or "".
+        model: one-line result of the comparison with the model, or "".
         stages: key of a passed `StageCheck` comparison -> description.
     """
 

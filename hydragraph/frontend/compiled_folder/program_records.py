@@ -113,7 +113,9 @@ def _template_of(value: object) -> Template:
     template = Template(name=name, graph=graph, **names)
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
-        raise Malformed(f"{where}: its graph has {len(placeholders_of(graph))} placeholders for {takes} names")
+        raise Malformed(
+            f"{where}: its graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}"
+        )
     # The rebuilt graph names symbols differently.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)

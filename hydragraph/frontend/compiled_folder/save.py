@@ -29,7 +29,7 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-_ON_A_LINE = 3  # maximum depth of a mapping on one line
+_ON_A_LINE = 3  # maximum nesting depth of a mapping that is written on one line
 
 
 @dataclass(frozen=True, eq=False)
