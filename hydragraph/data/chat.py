@@ -116,7 +116,7 @@ class DocumentEncoder:
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
-            raise ValueError(f"{place}: the assistant's text has no token: remove the conversation")
+            raise ValueError(f"{place}: the assistant's text has no tokens: remove the conversation")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
             # The end token directly follows the model's output.
             kept = len(targets) - targets[::-1].index(True)

@@ -99,8 +99,8 @@ def documents(
 ) -> Iterator[Placed]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
-    A pair of answers is two documents, the preferred answer first. Line ends do not change, and a byte-order mark is
-    removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
+    A pair of answers yields two documents, the preferred answer first. Line ends do not change, and a byte-order mark
+    is removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
 
     Args:
         limit: maximum number of records to read; None: no limit.
@@ -148,7 +148,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
-    """Hash `fields`, and paths, sizes and modification times (ns) of a corpus's files: 64 hexadecimal digits."""
+    """Hash `fields` and the paths, sizes and modification times of a corpus's files; return 64 hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
     for path in files(paths, suffixes):
         stat = path.stat()
@@ -158,10 +158,10 @@ def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, 
 
 def _found_otherwise(path: str) -> str:
     if re.match(r"\w+:/", path):
-        return "fetch it, and name the file"
+        return "download it, and name the file"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:
         return (
-            "correct the path; a data set of the Hugging Face hub is fetched in Python: "
+            "correct the path, or download the data set from the Hugging Face Hub in Python with "
             f'datasets.load_dataset("{path}")["train"].save_to_disk("data")'
         )
     return "correct the path"
@@ -169,7 +169,7 @@ def _found_otherwise(path: str) -> str:
 
 # Files with these suffixes are refused if named; in directories, they are read only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
-    ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
+    ".json": "write one JSON object per line to a .jsonl file, or rename it to .txt to read it as text",
     ".xlsx": "convert it to Parquet: pandas.read_excel(...).to_parquet(...)",
     **dict.fromkeys((".xz", ".bz2", ".tgz", ".zip", ".tar", ".7z"), "unpack it, and name its files"),
     **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name the text file"),
@@ -185,7 +185,7 @@ _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uati
 def _check_named(path: Path) -> None:
     way = _NO_TEXTS.get(suffix_of(path))
     if is_compressed(path) and suffix_of(path) in (".parquet", ".arrow"):
-        raise ValueError(f"corpus file {path}: a compressed table cannot be read: unpack it")
+        raise ValueError(f"corpus file {path} is a compressed table, which cannot be read: decompress it")
     if way is not None:
         raise ValueError(f"corpus file {path} would be read as plain text: {way}")
 
@@ -224,7 +224,7 @@ def unread(
     fields: Fields = PLAIN,
     template: str | None = None,
 ) -> list[str]:
-    """Return the names of non-empty fields that are not read, in the first records of each file.
+    """Return the names of fields that are not read, but have contents in the first records of a file.
 
     Args:
         template: text of the chat template; the fields that it names are read.

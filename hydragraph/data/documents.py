@@ -53,7 +53,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with role and content; one with `weight` 0 is not trained."""
+    """Messages for a chat template: mappings with role and content; one with `weight` 0 is excluded from training."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -288,14 +288,14 @@ class Fields:
         for name in record:
             _text(record[name], name, place)
         write = " or ".join(f"{{{json.dumps(name)}: ...}}" for name in (self.text, self.messages))
-        return f"{lacks}, nor any other: write {write}"
+        return f"{lacks}, nor any other text field: write {write}"
 
 
 PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations, with their common first messages (never the last message) marked as not trained."""
+    """Yield both conversations, with their common first messages (never the last message) excluded from training."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -370,7 +370,7 @@ def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in record:
         raise ValueError(
             f"{place}: no field {name!r}, only {sorted(record)}, unlike other records of this file: "
-            "keep records of one kind in a file"
+            "give all records of a file the same fields"
         )
     return record[name]
 
@@ -379,7 +379,7 @@ def _text(value: object, name: str, place: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and any(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
-        raise ValueError(f"{place}: {name!r} is a conversation: set messages_field to {name!r}, and no text_field")
+        raise ValueError(f"{place}: {name!r} is a conversation: set messages_field to {name!r}, but not text_field")
     raise ValueError(f"{place}: {name!r} is a {type(value).__name__}, not text: set text_field to a text field")
 
 
@@ -404,7 +404,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     for name in _UNTRAINED:
         weight = converted.pop(name, 1)
         if weight not in (0, 1):
-            raise ValueError(f"{where}: its {name} is {weight!r}: give 1, or 0 for a message that is not trained")
+            raise ValueError(f"{where}: its {name} is {weight!r}: give 1, or 0 to exclude the message from training")
         if not weight:
             converted["weight"] = 0
     role = converted.get("role")
@@ -423,7 +423,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if calls is not None:
         converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
-        raise ValueError(f"{where}: a message of {role} without content or tool_calls: add content")
+        raise ValueError(f"{where}: a message of {role} has neither content nor tool_calls: add content")
     converted.setdefault("content", "")  # templates concatenate the content
     return converted
 

@@ -56,7 +56,7 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     count = len(chunks)
     if count < 2:
         raise ValueError(
-            f"heldout {heldout}: one document of {count} piece cannot be split: give more text, or heldout=0"
+            f"heldout {heldout} needs 2 pieces of the document, which has only {count}: give more text, or heldout=0"
         )
     at = count - min(max(round(heldout * count), 1), count - 1)
     return chunks[at:] if split == "heldout" else chunks[:at]
@@ -70,7 +70,7 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     """
     if heldout and count < 2:
         raise ValueError(
-            f"heldout {heldout}: {count} document cannot be split: give at least 2 documents, or heldout=0"
+            f"heldout {heldout} needs 2 documents, but there is only {count}: give more documents, or heldout=0"
         )
     heldout_count = min(max(round(heldout * count), 1), count - 1) if heldout else 0
     order = _shuffle(count, _SPLIT_STREAM, split_seed)
@@ -101,7 +101,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: score of each chunk, which becomes "reference" in its sequence.
+        scores: score of each chunk; its sequence has this as "reference".
 
     Raises:
         ValueError: the split has no document of at least two tokens.

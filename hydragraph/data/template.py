@@ -27,8 +27,8 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template. The output of its `{% generation %}` blocks is trained; without such blocks, the content
-            and the end token of the trained messages are.
+        text: the template. If it has `{% generation %}` blocks, their output is trained on, else the content and the
+            end token of each trained message.
         special: special tokens by name, such as {"bos_token": "<s>"}.
         train_on: "assistant": train the assistant's messages; "last": only the last of them; "all": every token.
     """
@@ -39,13 +39,13 @@ class ChatTemplate:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def spans(self, conversation: Conversation, place: str, marks: Collection[str] = ()) -> tuple[str, list[Span]]:
-        """Return a conversation's text, and the disjoint, ordered spans of trained characters.
+        """Return a conversation's text, and the disjoint, ordered spans of characters to train on.
 
         Args:
             marks: the tokenizer's special tokens, which no span may split.
 
         Raises:
-            ValueError: the template rejects the conversation or a message, or no message is trained.
+            ValueError: the template rejects the conversation or a message, or has no message to train on.
         """
         trained = [] if self.train_on == "all" else self._trained(conversation, place)
         written = self._written(conversation, place, marks)
@@ -245,7 +245,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn's content and ending, for a template that writes the last turn differently."""
+        """Return the span of a turn's content and ending, even if the template writes the last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:

@@ -51,7 +51,7 @@ class _Header:
     """Header of a token file.
 
     Attributes:
-        documents, tokens: their numbers in the file; tokens include end-of-text tokens.
+        documents, tokens: numbers of documents and of tokens, including end-of-text tokens.
     """
 
     item_bytes: int
@@ -194,7 +194,7 @@ def write_encoded(
     """Write batches of documents; the file appears only when it is complete.
 
     Args:
-        vocabulary: exclusive upper bound of all tokens.
+        vocabulary: exclusive upper bound of the token ids.
 
     Raises:
         NoText: the corpus is empty.

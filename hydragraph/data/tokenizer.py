@@ -33,7 +33,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
     if vocab_size < least:
-        raise ValueError(f"vocab_size {vocab_size}: 256 bytes and the special tokens need {least}: set a larger size")
+        raise ValueError(f"vocab_size {vocab_size} is too small for 256 bytes and special tokens: set at least {least}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

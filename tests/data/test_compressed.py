@@ -50,7 +50,11 @@ def test_a_damaged_file_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_compressed_archives_and_tables_are_refused_by_name(tmp_path: Path) -> None:
-    for name, remedy in (("a.tar.gz", "unpack it"), ("a.parquet.zst", "unpack it"), ("a.json.gz", r"call it \.jsonl")):
+    for name, remedy in (
+        ("a.tar.gz", "unpack it"),
+        ("a.parquet.zst", "decompress it"),
+        ("a.json.gz", r"a \.jsonl file"),
+    ):
         packed(tmp_path / name, b"x")
         with pytest.raises(ValueError, match=remedy):
             list(documents([tmp_path / name]))

@@ -58,7 +58,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
         (["hi"], r"f:3: messages\[0\] is a str: give a mapping with role and content"),
         ([{"content": "hi"}], r"f:3: messages\[0\] has no role, only \['content'\]"),
         ([{"role": "", "content": "hi"}], r"f:3: messages\[0\] has no role"),
-        ([*HI, {"role": "user"}], r"f:3: messages\[2\]: a message of user without content"),
+        ([*HI, {"role": "user"}], r"f:3: messages\[2\]: a message of user has neither content"),
         ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: its content is a int: give a text"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of type image: give only text"),
         ([CALL], r"f:3: messages\[0\]: the arguments of f are not JSON"),
@@ -77,7 +77,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         (
             {"text": "a"},
             "chat",
-            r"f:3: no field 'messages', only \['text'\], unlike other records of this file: keep records of one kind",
+            r"f:3: no field 'messages', only \['text'\], unlike other records of this file: give all records",
         ),
         ({"messages": HI}, "text", "f:3: 'messages' is a conversation: set messages_field to 'messages'"),
         ({"conversations": HI}, "text", "set messages_field to 'conversations'"),
@@ -86,7 +86,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
         ({"messages": HI, "tools": "x"}, "chat", "'tools' is a text that is not JSON"),
         ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is not a list of tools"),
-        ({}, "text", "nor any other: write"),
+        ({}, "text", "nor any other text field: write"),
     ],
 )
 def test_a_record_of_another_kind_is_told(record: dict[str, Any], format: Any, sentence: str) -> None:

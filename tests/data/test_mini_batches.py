@@ -212,7 +212,7 @@ def test_a_file_without_targets_is_refused() -> None:
     with token_file([1, 1]) as file, pytest.raises(ValueError, match="no train document has at least two tokens"):
         MiniBatches(file, 8, 8)
     split: Split = "train"
-    with pytest.raises(ValueError, match=r"heldout 0.1: 1 document cannot be split: give at least 2 documents"):
+    with pytest.raises(ValueError, match=r"heldout 0.1 needs 2 documents, but there is only 1: give more"):
         split_documents(1, split, 0.1)
 
 
@@ -225,7 +225,7 @@ def test_of_a_single_document_the_last_pieces_are_held_out() -> None:
         assert len(held.chunks) == 2
     with (
         token_file([60]) as file,
-        pytest.raises(ValueError, match="one document of 1 piece cannot be split: give more text"),
+        pytest.raises(ValueError, match="needs 2 pieces of the document, which has only 1: give more text"),
     ):
         MiniBatches(file, 64, 64, heldout=0.1)
 

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
         {"tokenizer": "SELF"},
         "cannot be read .*: give one saved by",
     ),
-    "a tiny vocabulary": ("a.txt", "text", {"vocab_size": 20}, "vocab_size 20: 256 bytes and the special tokens need"),
+    "a tiny vocabulary": ("a.txt", "text", {"vocab_size": 20}, "vocab_size 20 is too small for 256 bytes and special"),
 }
 
 
