@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a step after the end": (lambda: closed().step([[1, 2]]), r"step: .*closed; call step before close\(\)"),
     "a save after the end": (lambda: closed().save("nowhere"), r"save: .*closed; call save before close\(\)"),
-    "no function": (lambda: hg.launch("train", 2), r"the function is 'train': give a function"),
+    "no function": (lambda: hg.launch("train", 2), r"'train' is not a function: give one"),
     "ranks as text": (lambda: hg.launch(print, "2"), "ranks='?2'?: give a positive number"),
 }
 

@@ -33,7 +33,7 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
         if not dist.is_gloo_available():
             raise ValueError(
                 f"the default process group (backend {dist.get_backend(default)!r}) cannot send CPU tensors, and "
-                "this PyTorch has no gloo: call init_process_group with a CPU backend as well"
+                "this PyTorch has no gloo: call init_process_group with a backend for CPU tensors as well"
             )
         with unbound():
             group = dist.new_group(backend="gloo", group_desc="hydragraph-objects")

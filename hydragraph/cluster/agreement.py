@@ -29,7 +29,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error: a `ValueError`, which is the caller's mistake, by its message only."""
+        """Describe a `ValueError` (the caller's mistake) by its message, and any other error also by its type."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
@@ -56,15 +56,15 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
-    """Run a function like `together`, and return this rank's result."""
+    """Run a function on every rank, as `together` does, and return this rank's result."""
     results: list[T] = []
     together(ranks, what, lambda: results.append(work()))
     return results[0]
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes an error as `sent` (picklable), raise on every rank: its `own` error, or else the first one
-    sent."""
+    """If any rank passes an error as `sent`, which must be picklable, raise on every rank its `own` error, or if it has
+    none, the first error sent."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

@@ -84,7 +84,7 @@ class Groups:
     For a single rank, collectives copy their input to their output and return None.
 
     Args:
-        watch: failure watch that ends waits when a rank fails. None: waits end with the timeout.
+        watch: failure watch that ends waits when a rank fails. None: waits end at the timeout.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -101,7 +101,7 @@ class Groups:
         self._told: tuple[Message, ...] = ()  # broadcasts that ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first, in equal order on all ranks. None: this rank is not a member.
+        # By sorted ranks, least recently used first; the order is equal on all ranks. None: this rank is not a member.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
@@ -233,14 +233,14 @@ class Groups:
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start an all-gather of equally shaped `inp` into `out`, by rank along dim 0."""
+        """Start an all-gather of the ranks' `inp`, all of one shape, into `out`, in rank order along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start a reduce-scatter of `inp` into equally shaped `out`, by rank along dim 0."""
+        """Start a reduce-scatter of `inp`, in rank order along dim 0, into the ranks' `out`, all of one shape."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None

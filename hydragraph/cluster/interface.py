@@ -1,4 +1,4 @@
-"""Network interface for gloo, which by default uses the address of the host's name (127.0.1.1 on Debian)."""
+"""Network interface for gloo, whose default is the address that the host's name resolves to (127.0.1.1 on Debian)."""
 
 from __future__ import annotations
 

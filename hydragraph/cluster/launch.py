@@ -213,7 +213,7 @@ def launch(
             so they share the memory of weights until a rank changes them.
         relay: forwards stop requests to the ranks' processes.
         elastic: continue when ranks are lost; `function` must call `hydragraph.survive` when a step raises an error.
-        nodes: with `elastic`: the machines of the run, which this one leads; call `follow` on the others. `ranks` is
+        nodes: machines of an elastic run, which this one leads; call `follow` on the others. `ranks` is
             then the total of all machines.
 
     Returns:
@@ -226,9 +226,9 @@ def launch(
         Any other error: the error of the rank that failed first, with its traceback as a note.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(f"launch: a rank imported this script, which called launch again: {GUARD}")
+        raise RuntimeError(f"launch: a rank imported this script, which called launch again; {GUARD}")
     if not callable(function):
-        raise ValueError(f"launch: the function is {function!r}: give a function, as in launch(train, {ranks})")
+        raise ValueError(f"launch: {function!r} is not a function: give one, as in launch(train, {ranks})")
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     if ranks > _MOST:
@@ -254,7 +254,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
-        `nodes` for a `launch` here that takes over the ranks, if this machine was elected; None: the run has ended.
+        The `nodes` with which `launch` takes over the ranks here, if this machine was elected; None: the run has ended.
     """
     context = starting()
     if nodes.election is not None:

@@ -100,7 +100,7 @@ class MovingStore:
 
 
 class Line:
-    """Client that repeats a request to the next store if the current store is lost."""
+    """Client that, if the current store is lost, repeats a request to the next store."""
 
     def __init__(self, moving: MovingStore, store: Any) -> None:
         self._moving = moving

@@ -1,4 +1,4 @@
-"""Functions that some ranks call, with results and errors for all ranks."""
+"""Calls of a function on some ranks; all ranks receive the results and errors."""
 
 from __future__ import annotations
 

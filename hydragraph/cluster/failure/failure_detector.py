@@ -67,7 +67,7 @@ class Judge:
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process that runs for 5 of every 100 ms is mostly seen stopped, but uses CPU time.
+            # A process that runs for 5 of every 100 ms looks stopped most of the time, but its CPU time grows.
             still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
             self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:

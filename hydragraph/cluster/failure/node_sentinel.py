@@ -120,7 +120,7 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel must exit; `watching`: by rank, whether it is alive and its watch is open."""
+        """Return whether the sentinel must exit; `watching`: whether each rank is alive with an open watch."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 

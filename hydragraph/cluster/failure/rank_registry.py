@@ -1,4 +1,4 @@
-"""Registry of each machine's ranks and progress board in the store, read without waiting."""
+"""Registry, in the store, of each machine's ranks and progress board; reading it never waits."""
 
 from __future__ import annotations
 

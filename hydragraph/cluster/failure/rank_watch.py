@@ -4,8 +4,8 @@ docs/architecture.md lists the detected failures. After a fault:
 
 1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down the sockets of its
    communicators (NCCL: aborts the communicators), because gloo never ends a wait on a live rank that does not answer.
-2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in
-   mid-payload). To make this possible, waits run on a separate thread.
+2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
+   middle of a message). To make this possible, waits run on a separate thread.
 3. Every rank except the failed one raises RankFailure for the agreed fault, in this call and in every later call.
 """
 
@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-CLOSED = "close"  # prefix of the call of a rank that has closed its executable
+CLOSED = "close"  # prefix of the call recorded for a rank that has closed its executable
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _LOOKED_AT = 8  # ranks checked per poll, on average
@@ -111,7 +111,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         if ranks > 1:
-            assert store is not None, "several ranks need a store"
+            assert store is not None, "a watch over several ranks needs a store"
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
@@ -153,7 +153,7 @@ class Watch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """After a fault, shut down connections opened in this context."""
+        """After a fault, shut down the connections that were opened in this context."""
         before = open_sockets()
         try:
             yield
@@ -161,7 +161,7 @@ class Watch:
             self._guarded |= open_sockets() - before
 
     def also_abort(self, abort: Callable[[], None]) -> None:
-        """Also call `abort` after a fault, from any thread."""
+        """Register `abort` to be called after a fault, from any thread."""
         self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
 
     @contextmanager
@@ -220,7 +220,7 @@ class Watch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Show this rank's last action while it is between calls."""
+        """Record this rank's last action, which is shown while the rank is between calls."""
         self._resting = after
         if not self._calls:
             self._show(after)
@@ -308,7 +308,7 @@ class Watch:
         return Waiter(_POLL)
 
     def check(self) -> None:
-        """Raise the RankFailure of a known fault."""
+        """Raise a RankFailure if a fault is known."""
         if self._fault is not None:
             raise self._failure(self._fault)
 

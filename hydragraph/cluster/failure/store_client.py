@@ -19,7 +19,7 @@ class Asker:
     """Thread that repeats a request to the store, and runs other requests in between.
 
     Args:
-        question: called every interval; a RuntimeError means that the store is gone.
+        question: the repeated request; if it raises a RuntimeError, the store is gone.
 
     Attributes:
         silent_s: seconds without an answer.

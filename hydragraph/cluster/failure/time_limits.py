@@ -1,4 +1,4 @@
-"""Time limits of failure detection, in seconds during which the detector runs.
+"""Time limits of failure detection, in seconds of the detector's own running time.
 
     limit          maximum duration of                                            then
     ENDED_S        an ended process without a report of its launcher              its rank has failed

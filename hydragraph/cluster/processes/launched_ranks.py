@@ -251,7 +251,7 @@ def outcome_of(member: RankHandle) -> Outcome:
     if code < 0:
         return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
     if code == 1:  # a rank that has begun reports its errors itself
-        return Died(when, f"exited with code 1 before it began; if it could not import this script, {GUARD}")
+        return Died(when, f"exited with code 1 while it started; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
 
 

@@ -64,7 +64,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """Outcome of a process that stopped being a rank without an error."""
+    """Outcome of a process that left the ranks without an error."""
 
     why: str
 

@@ -21,7 +21,7 @@ def hosted(address: str, port: int) -> Any:
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
     """Return a socket that listens at the address by which other processes reach this host.
 
-    The socket listens on all addresses if other processes may resolve the name differently: if the name has several
+    The socket listens on all addresses if other processes may resolve the name differently, because it has several
     addresses, a loopback address (Debian maps a host's own name to 127.0.1.1), or the address of a gateway.
 
     Args:
@@ -55,5 +55,5 @@ def is_loopback(address: str) -> bool:
 
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
-    """Return a client of a store; `timeout` limits connecting, and waiting for missing values."""
+    """Return a client of a store; `timeout` limits the wait for a connection, and for a missing value."""
     return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ class SharedFile:
             except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"launch: the result of `prepare` cannot be sent to ranks ({error}): "
-                    "return models, programs, results of `precompile` and data, but no open files"
+                    "return only models, programs, results of `precompile` and data, and no open files"
                 ) from error
 
     @staticmethod
@@ -114,5 +114,7 @@ def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
         return None
     left = timeout - timedelta(seconds=time.monotonic() - began)
     if left <= timedelta(0):
-        raise TimeoutError(f"launch: `prepare` took the whole timeout of {timeout.total_seconds():g} s")
+        raise TimeoutError(
+            f"launch: `prepare` used up the timeout of {timeout.total_seconds():g} s, so no time was left for the ranks"
+        )
     return left

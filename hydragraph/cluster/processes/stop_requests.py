@@ -77,7 +77,7 @@ class Stopping:
     """Context manager that handles stop requests; outside the main thread it has no effect.
 
     Args:
-        grace_s: seconds from a request until the process has ended.
+        grace_s: seconds within which the process ends after a request.
         relay: a launcher's processes; None if this process does the work.
         led: whether this process is a rank of a launcher.
     """
@@ -143,7 +143,7 @@ class Stopping:
         if self._relay is not None:
             signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
-        # A thread, because signals may be unable to interrupt the main thread's waits.
+        # A thread, because a signal handler may be unable to run while the main thread waits.
         self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()

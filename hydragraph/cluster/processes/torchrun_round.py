@@ -3,7 +3,7 @@
 1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with the words of all ranks. If a word changes, that rank was restarted, and rank 0 proposes a
    new name.
-3. A rank that finds its own word in the proposal agrees at `agreed/NAME/r`: the proposal is newer than the rank.
+3. A rank that finds its own word in the proposal, which is then newer than the rank, agrees at `agreed/NAME/r`.
 4. After all ranks have agreed, rank 0 confirms the name.
 
 Example: ranks 0 and 1, with words a and b, are started again. Rank 0 writes c and proposes (c, b). Rank 1 writes d,

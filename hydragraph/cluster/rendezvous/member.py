@@ -34,7 +34,7 @@ CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this me
 
 
 class Dismissed(BaseException):
-    """Raised when this process stops being a rank without an error."""
+    """Raised when this process leaves the ranks without an error."""
 
 
 class Member:

@@ -3,7 +3,8 @@
 A member is a process with a number that is never reused. In each generation, a member has a rank. One coordinator reads
 the members' registers and writes orders. The coordinator and the members poll, and each register has one writer.
 
-1. A member leaves its generation if another rank fails or the coordinator calls, and announces this (`after`).
+1. A member leaves its generation if another rank fails or the coordinator calls, and then announces that it left
+   (`after`).
 2. After all live members have left the current generation, the coordinator proposes the next generation: these members
    in rank order, then new members up to the target size.
 3. Each proposed member agrees. If one of them dies first, the coordinator makes a proposal with the next number.
@@ -32,7 +33,7 @@ class Said:
         ready: whether the member is in no generation and waits for one.
         agreed: last proposal that the member agreed to.
         entered: last generation that the member began to enter.
-        holds: generation whose layout the member's state has; 0: no state.
+        holds: generation in whose layout the member holds state; 0: it holds none.
         accuses: failed members of the generation that the member left.
         leaving: whether the member was asked to end, and wants to hand over its state.
         left: whether the member no longer needs the others.
@@ -58,7 +59,7 @@ class Generation:
         number: counted from 1.
         members: member number of each rank.
         leaving: members that hand over their state and end.
-        holds: generation whose layout the state has; 0: no state.
+        holds: generation in whose layout members hold state; 0: they hold none.
         before: the rank that each member had in generation `holds`; None: it holds no state of that generation.
         lost: members of the previous generation that are not in this one.
         joined: members that were not in the previous generation.
@@ -109,7 +110,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        formed: members, by rank, of each confirmed generation that still matters, by its number.
+        formed: by number, the members in rank order of the current generation, and of those whose state is still held.
     """
 
     orders: Orders = Orders()
@@ -151,7 +152,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
 
 
 def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
-    """Return the members that others wait for: to leave a generation, agree to the next, or enter it."""
+    """Return the members that others wait for, because they have yet to leave, accept or enter a generation."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal
@@ -188,7 +189,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
         return replace(record, orders=replace(orders, over=over)) if over else record
     ending = ""
     if stay < rules.least:
-        few = f"{stay} {'rank is' if stay == 1 else 'ranks are'} left, and min_ranks is {rules.least}"
+        few = f"{stay} {'rank is' if stay == 1 else 'ranks are'} left, fewer than min_ranks ({rules.least})"
         ending = ALL_LEAVE if leaving and not stay else few
     number = max(orders.proposal.number, orders.confirmed) + 1
     holds, before = _held(members, there, record.formed)

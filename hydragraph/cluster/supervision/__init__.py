@@ -1,1 +1,1 @@
-"""Supervision of a run's processes: started, watched and replaced, on one machine or several."""
+"""Starting, watching and replacing of a run's processes, on one machine or several."""

@@ -1,7 +1,7 @@
 """Choice of the machines to drop if two machines reach the leader, but not each other.
 
-When a pair has been broken for `CUT_S`, the leader drops machines until no broken pair remains, and prefers machines
-with few ranks. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
+When a pair has been broken for `CUT_S`, the leader drops machines, preferably those with few ranks, until no broken
+pair remains. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
 
 Example: the link between machines 1 and 2 fails. Machine 2 is dropped, or machine 1 if it has fewer ranks.
 """
@@ -25,7 +25,7 @@ class MachineLinks:
     Attributes:
         broken_s: seconds since each broken pair broke.
         dropped: machines that are not in use, each with a machine that it did not reach.
-        healed_s: seconds for which a dropped machine has reached all machines in use.
+        healed_s: seconds for which each dropped machine has reached all machines in use.
     """
 
     broken_s: Mapping[Pair, float] = field(default_factory=dict)

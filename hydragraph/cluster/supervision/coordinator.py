@@ -59,7 +59,7 @@ class Nodes:
         address, port: address and port of the launcher's store, which is on machine 0.
         shared: whether the launcher hosts this store; otherwise the process of machine 0 does.
         again: errors that make the leader restart the run.
-        election: None: machine 0 leads.
+        election: election of the leader; None: machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
 
@@ -330,7 +330,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines' deputies; return the members that they run for an earlier leader, and the seats."""
+        """Wait for these machines' deputies; return an earlier leader's members that they run, with their seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -359,7 +359,7 @@ class Hub:
         elapsed = min(now - self._looked, PAUSE_S)
         self._looked = now
         with self._lock:
-            # A machine that the leader does not hear either is judged by its link to the leader.
+            # If the leader does not hear a machine either, only the link between these two counts.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
@@ -393,7 +393,7 @@ class Hub:
             post.link.send(Stop())
 
     def close(self, over: Over | None) -> None:
-        """Close all links; `over` None: deputies continue under another leader."""
+        """Close all links; if `over` is None, deputies continue under another leader."""
         self._closed = True
         self._listening.close()
         for post in self._all():
@@ -436,7 +436,7 @@ class Hub:
             self._posts[hello.node] = post
             self._news.add(hello.node)
         if before is not None and not before.link.down:
-            before.link.send(Over(f"a second process was started for machine {hello.node}, and continues the run"))
+            before.link.send(Over(f"a second process was started for machine {hello.node}, and replaces this one"))
             before.link.close("it was started again")
         _LOG.info("machine %d has arrived", hello.node)
         while not link.down:
@@ -486,7 +486,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         members: this machine's members, which continue under a new leader.
 
     Raises:
-        OSError, RuntimeError: the leader is not available, or the store with the leader's address is not.
+        OSError, RuntimeError: the leader, or the store with its address, is not available.
     """
     if nodes.election is not None:
         standing = nodes.election.standing

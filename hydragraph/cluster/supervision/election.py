@@ -27,7 +27,7 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
 
 @dataclass(frozen=True)
 class Fence:
-    """Condition under which the ranks of this machine may live, and a function that ends them."""
+    """Condition under which the ranks of this machine may continue, and a function that ends them."""
 
     may_live: Callable[[LeaseView, float], bool]
     end: Callable[[], None]

@@ -14,7 +14,7 @@ _SCHEME = "etcd://"
 
 
 class Register(Protocol):
-    """Two texts that survive the loss of any machine; without an answer, methods raise a ConnectionError."""
+    """Two texts that survive the loss of any machine; methods raise a ConnectionError if no answer arrives."""
 
     def read(self) -> tuple[str, str]:
         """Return the lease and the record; "" if they were never written."""
@@ -102,5 +102,5 @@ def _endpoint(address: str, url: str) -> tuple[str, int]:
     if not colon or (":" in host and not host.startswith("[")):
         host, port = address, str(_PORT)
     if not port.isdecimal():
-        raise ValueError(f"--store {url}: {address}: the port is not a number")
+        raise ValueError(f"--store {url}: the port of {address} is not a number")
     return host.strip("[]"), int(port)

@@ -9,8 +9,8 @@ lead at the same time if their clocks run equally fast.
 A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, the machine
 keeps its ranks for the next leader (which waits for `GATHER_S`) only if the old leader has certainly ended.
 
-Example: machine 0 renews term 1 for the last time at 10.0 and is killed: its term ends at 14.5. Machine 1, which read
-that renewal at 10.2, takes term 2 at 15.5.
+Example: machine 0 renews term 1 for the last time at 10.0 and is killed, so its term ends at 14.5. Machine 1, which
+read that renewal at 10.2, takes term 2 at 15.5.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 TTL_S = 5.0
 MARGIN_S = 0.5  # for ending processes, and for clocks that differ
-STAGGER_S = 0.3  # additional wait of each following machine
-FIRST_S = 2.0  # wait of each following machine while no run holds the lease
+STAGGER_S = 0.3  # additional wait, times the index of the machine
+FIRST_S = 2.0  # wait while no run holds the lease, times the index of the machine
 REACH_S = 3.0  # for connecting to a new leader
 GATHER_S = 7.0  # exceeds each of TTL_S, REACH_S and what is left of `UNREACHABLE_S` when a lease ends
 DOUBT_S = 1.0  # for finding out whether a silent leader has ended
@@ -63,8 +63,8 @@ class LeaseView:
         answered: time of the last request that the register answered.
         asked, asked_at: the lease that the machine last asked for, and the time of its first request.
         term: term in which this machine leads; 0: none.
-        until: time when the machine stops leading, unless it renews the lease before.
-        joined: whether the machine has read the lease of a running run.
+        until: time when the machine stops leading, unless it renews the lease by then.
+        joined: whether the machine has read the lease of a run in progress.
     """
 
     lease: Lease = Lease()
@@ -128,7 +128,7 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
 
     Args:
         term, since: term of the machine's former leader, and time when the machine noticed that the link was down.
-        refused: whether the leader's machine refuses connections: its supervisor has ended.
+        refused: whether the leader's machine refuses connections, because its supervisor has ended.
     """
     if now - standing.answered > TTL_S:
         return False  # cut off from the register: others may continue

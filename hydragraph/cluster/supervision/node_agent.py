@@ -205,7 +205,7 @@ class Deputy:
             if self._election is None or over is not None:
                 self._dismiss()
             else:
-                # After a silence, the leader may continue without these ranks a second later.
+                # After a long silence, do not wait for `DOUBT_S`: the leader may soon continue without these ranks.
                 self._alone = Alone(link.term, time.monotonic() if link.silent_s < UNREACHABLE_S else 0.0)
             link.close("")
             if self._probe is not None:

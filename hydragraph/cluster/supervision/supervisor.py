@@ -128,7 +128,7 @@ def run_members(
 
 
 def _on_return(refill: Callable[[], None]) -> ExitStack:
-    """Call a function on SIGUSR1 (devices are back) in this context."""
+    """Context in which SIGUSR1 (devices are back) calls `refill`."""
     undo = ExitStack()
     if threading.current_thread() is threading.main_thread():
         undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: refill()))
@@ -140,7 +140,7 @@ class Supervisor:
     """Starts, watches and replaces the members of one launch.
 
     Args:
-        started: starts the process of a member, given its number, its seat, and whether it is late.
+        started: function that starts the process of a member, given its number, its seat, and whether it is late.
     """
 
     _started: Callable[[int, int, bool], RankHandle]
@@ -383,7 +383,7 @@ class Supervisor:
         _told(before, record.orders)
         for member in self._live():
             if member.rank in record.orders.out and member.rank not in before.out:
-                member.outcome = Died(time.monotonic(), "was given up by the other ranks, and ended")
+                member.outcome = Died(time.monotonic(), "was given up by the other ranks, and killed")
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
@@ -399,9 +399,9 @@ class Supervisor:
         for member in self._live():
             how = ""
             if self._waited.get(member.rank, 0.0) >= limit:
-                how = f"did not join the rendezvous within {limit:g} s (progress_s), and was ended"
+                how = f"did not join the rendezvous within {limit:g} s (progress_s), and was killed"
             elif self._readying.get(member.rank, 0.0) >= _READYING * limit:
-                how = f"was not ready after {_READYING * limit:g} s ({_READYING} times progress_s), and was ended"
+                how = f"was not ready after {_READYING * limit:g} s ({_READYING} times progress_s), and was killed"
             if how:
                 member.outcome = Died(now, how)
                 self._ended(member)

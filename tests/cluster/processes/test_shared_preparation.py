@@ -129,7 +129,7 @@ def test_preparing_takes_too_long() -> None:
 
 
 def test_preparing_leaves_no_time() -> None:
-    with pytest.raises(TimeoutError, match="`prepare` took the whole timeout of 1 s"):
+    with pytest.raises(TimeoutError, match="`prepare` used up the timeout of 1 s"):
         left_of(timedelta(seconds=1), time.monotonic() - 2)
 
 
