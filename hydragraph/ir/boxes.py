@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor; its elements are consecutive in an interval, starting at position `at`."""
+    """Axis-aligned box in a tensor; its elements are consecutive in the interval, from position `at` on."""
 
     offsets: Extent
     sizes: Extent

@@ -35,8 +35,8 @@ _PIECE, _PIECES = 1024, 64  # minimum size of a piece in elements; maximum numbe
 class Slices:
     """Slices between two layouts, sorted by (dst, src, lo); arrays are 1-D and read-only.
 
-    A slice copies elements [lo, hi) from rank `src`, at `src_at` in its local buffer, to rank `dst`, at `dst_at`. Both
-    may be the same rank.
+    A slice copies elements [lo, hi) from rank `src`, at `src_at` in its local buffer, to rank `dst`, at `dst_at`. The
+    two ranks may be equal.
     """
 
     src: Ints
@@ -76,7 +76,8 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Return the slices of values that cover every target interval exactly once.
 
     A rank that already has the values copies them locally. Otherwise, the nearest replica sends them: if nodes
-    are known, replicas on the same node come first, then those with closer ranks. Equally near replicas take turns.
+    are known, replicas on the same node come first, then those with the closest ranks. Equally near
+    replicas take turns.
 
     Args:
         rank: if given, compute only the slices that this rank sends or receives, which is faster.
@@ -89,7 +90,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, but divide them among the replicas on the rank, else on its node, else anywhere."""
+    """Return slices like `copy`, but spread over all replicas that are on the rank, else on its node, else anywhere."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)

@@ -3,7 +3,7 @@
 A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. For any
 tensor-parallel degree, a shard then consists of one interval per fused segment (such as q, k and v).
 
-Example: w [3, 4] fuses two segments of 2 columns. Two ranks shard the columns, each of 3 consecutive elements:
+Example: w [3, 4] fuses two segments of 2 columns. Two ranks share the columns, which have 3 elements each:
 
     index 0   has columns 0 and 2: [0, 3) and [6, 9)
     index 1   has columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]

@@ -99,7 +99,7 @@ class Program:
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         push_dtype: dtype of gradients sent to their owners.
-        window: maximum number of elements that pulls have in flight, and that pushes have; None: see `Outline`.
+        window: maximum number of elements in flight in pulls, and likewise in pushes; None: see `Outline`.
     """
 
     model: str

@@ -33,7 +33,7 @@ class Outline:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
         elements: number of elements of each bucket; if empty, 1 each.
-        window: maximum number of elements that pulls have in flight, and that pushes have; None: see `room`.
+        window: maximum number of elements in flight in pulls, and likewise in pushes; None: see `room`.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown

@@ -114,7 +114,7 @@ def _use(program: RankProgram, instruction: Instruction) -> tuple[Hashable, tupl
     if instruction.op in _COMPUTED:
         members = tuple(sorted(program.tp))
         return members, members
-    assert instruction.peer is not None, "a send or receive has a peer"
+    assert instruction.peer is not None, "a send or receive must have a peer"
     pair = (program.rank, instruction.peer)
     return ("message", *(pair if instruction.op is Op.SEND else pair[::-1])), pair
 
@@ -129,7 +129,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
         marked = 0  # number of computations before the last send
         for at, instruction in enumerate(program.instructions):
             if instruction.op in (Op.SEND, Op.RECEIVE):
-                assert instruction.peer is not None, "a send or receive has a peer"
+                assert instruction.peer is not None, "a send or receive must have a peer"
                 sends = instruction.op is Op.SEND
                 marked = len(rank.compute) if sends else marked
                 end = _Message(program.rank, instruction.peer, sends, at, marked)

@@ -181,7 +181,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         strangers = [value for value in instruction.reads if value.kind not in rule.reads]
         strangers += [value for value in instruction.writes if value.kind not in rule.writes]
         if strangers:
-            raise _fail(program, index, f"{instruction.op.value} cannot read or cannot write {', '.join(strangers)}")
+            raise _fail(program, index, f"{instruction.op.value} may not use {', '.join(strangers)}")
         if instruction.op in (Op.OFFLOAD, Op.FETCH):
             _check_copy(program, index)
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
@@ -198,7 +198,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
 
 def _check_copy(program: RankProgram, index: int) -> None:
     instruction = program.instructions[index]
-    assert instruction.micro_batch is not None, "a copy has a micro-batch"
+    assert instruction.micro_batch is not None, "a copy must have a micro-batch"
     of = (instruction.target, instruction.micro_batch)
     out = instruction.op is Op.OFFLOAD
     reads, writes = ((saved,), (offloaded, copying)) if out else ((offloaded,), (fetched,))
@@ -274,7 +274,7 @@ def _check_values(program: RankProgram) -> None:
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
-            raise _fail(program, index, f"it should wait for the reads that other streams write: {expected}")
+            raise _fail(program, index, f"of its reads, it should wait for those that other streams write: {expected}")
         if instruction.op is Op.FREE:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
@@ -301,7 +301,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
-    # A communicator matches pulls, and pushes, by their order.
+    # A communicator pairs the ranks' pulls by their order, and likewise pushes, so all ranks must use one order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
@@ -335,7 +335,7 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that a pull (or push) waits for the oldest ones in flight, but only until it fits in the window."""
+    """Check that a pull (or push) waits for the oldest ones in flight, and only for as many as its window requires."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     room = outline.room(instruction.target for _, instruction in _of(program, op))

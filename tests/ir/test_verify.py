@@ -151,11 +151,11 @@ def test_untouched_programs_verify(mode):
             r"rank 0, .*`compute free h1.0, h1.0`: it names h1.0 tw",
         ),
         (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but no earlier"),
-        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: it should wait .*: h1.0"),
+        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: .*it should wait .*: h1.0"),
         (
             0,
             changed("forward embed [0]", after=(weights("word"), aux(0))),
-            r"rank 0, .*embed \[0\].*reads that other streams write: W.word",
+            r"rank 0, .*embed \[0\].*it should wait for those that other streams write: W.word",
         ),
         (
             0,
@@ -171,14 +171,14 @@ def test_untouched_programs_verify(mode):
             r"rank 3, .*forward aux \[0\]`: this rank should not run this instruction, or",
         ),
         (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*it should read \(W.word, a.0\)"),
-        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull cannot read or cannot write h1.0, h1.0>2"),
+        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull may not use h1.0, h1.0>2"),
         (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is last used here, but is never freed"),
         (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages must be freed before the commit"),
         (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but no earlier"),
         (
             0,
             changed("free h1.0>2", after=()),
-            r"rank 0, .*it should wait for the reads that other streams write: h1.0>2",
+            r"rank 0, .*it should wait for those that other streams write: h1.0>2",
         ),
         # Exchanges.
         (

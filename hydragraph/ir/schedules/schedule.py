@@ -132,7 +132,7 @@ def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
 
-    The table also serves fewer micro-batches, if the actions of the other micro-batches are skipped.
+    To use the table for fewer micro-batches, skip the actions of the others.
 
     Attributes:
         work: index in `WORKS` of each action's kind; -1 after a row's last action.
@@ -198,10 +198,10 @@ class Schedule:
             self._check_order(other, one, pipelines, RETURNING)
         for stage, (row, begins) in enumerate(zip(self.actions, self.begins(shape.places), strict=True)):
             if len(begins) < len(row):
-                raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs after it")
+                raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs later")
 
     def in_flight(self, stage: int) -> int:
-        """Return how many micro-batches a row holds at most; it holds each from its forward to its last gradient."""
+        """Return the most micro-batches that a row holds at once, each from its forward to its last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
