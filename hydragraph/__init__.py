@@ -13,7 +13,7 @@ from hydragraph.version import __version__ as __version__
 def attributes(
     package: str, where: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` (PEP 562) of a package that imports names on first use."""
+    """Return `__all__`, `__getattr__` and `__dir__` (PEP 562) for a package that imports names on first use."""
 
     def find(name: str) -> Any:
         if name not in where:

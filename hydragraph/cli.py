@@ -107,7 +107,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Options that name an output file. Commands write them last, so their paths are checked first.
+# Options that name an output file. Commands write these files last, so the paths are checked first.
 _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 

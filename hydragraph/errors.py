@@ -56,7 +56,7 @@ class Stopped(RuntimeError):  # noqa: N818
     """Error of a step that no rank began, because a rank was asked to stop; all ranks can still save.
 
     Args:
-        reason: the largest reason that a rank gave, such as a signal number.
+        reason: a number, such as that of the signal; the largest if ranks have different ones.
     """
 
     def __init__(self, reason: int) -> None:
