@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a wrong text": (lambda: hg.compile(llama(layers=2), "<tp1,pq1>"), r"(?s)<tp1,pq1>.*\^"),
     "a strategy of numbers": (lambda: hg.compile(llama(layers=2), [1, 1]), r"strategies are \[1, 1\]; pass a Strategy"),
     "no strategy": (lambda: hg.compile(llama(layers=2), None), "strategy is None; pass a Strategy"),
-    "no text": (lambda: hg.Strategy.parse(None, 2), "text is None: give one such as"),
+    "no text": (lambda: hg.Strategy.parse(None, 2), "text is None: give a string such as"),
     "no profile": (
         lambda: hg.Profile.load("none.json"),
         "none.json does not exist; write .* profile",

@@ -51,7 +51,7 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "a number beyond 64 bits": (lambda: [[1, 2**70]], "which does not fit into 64 bits"),
     "an unknown field": (lambda: [{"input_ids": ids, "weight": ids}], r"unknown fields \['weight'\]; pass"),
     "no ids": (lambda: [{"labels": ids}], "no input_ids; pass"),
-    "padding on the left": (lambda: [{"input_ids": ids, "attention_mask": ids - 1}], "not ones, then zeros; pad"),
+    "padding on the left": (lambda: [{"input_ids": ids, "attention_mask": ids - 1}], "ones followed by zeros; pad"),
     "unequal rows": (lambda: {"input_ids": [[1], [2]], "attention_mask": [[1]]}, "attention_mask has 1 rows"),
     "no target": (lambda: [ids[:1], ids[:0]], "no target token"),
     "too long": (lambda: [torch.zeros(9000, dtype=torch.int64)], "sequence 0 has 9000 tokens, but .* 8192 positions"),
@@ -63,7 +63,7 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
 # The same of strategies.
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "no strategy": ("<tp1,pq>", "expected 'pp'"),
-    "too many ranks": ("<[0,1,2,3]x2>", "no rank 3: there are 3 ranks"),
+    "too many ranks": ("<[0,1,2,3]x2>", "no rank 3, only ranks 0 to 2"),
     "too many layers": ("<tp1,pp3>", "3 stages for 2 layers"),
     "another model's": (hg.Strategy.parse("<tp1,pp2>", layers=5), "= 5 layers, but the model has 2"),
     "a degree that divides no heads": ("<[0,1,2]x2>", "degree 3 .* does not divide 4 attention heads"),

@@ -1,4 +1,4 @@
-"""Distribution of a rank's seconds in an iteration over kinds of work, for a traced run or a simulation.
+"""Breakdown of a rank's time in an iteration by kind of work, for a traced run or a simulation.
 
 A wait for a message is split at the time when the other side starts the message: earlier time counts as `LATE`, later
 time as the transfer.
@@ -62,8 +62,8 @@ class TimeAccount:
     """Seconds of one rank's iteration by kind.
 
     Attributes:
-        transfers: seconds of each message after its last participant started it; traces have only messages for which a
-            rank waited.
+        transfers: seconds of each message, counted from the start of its last participant; traces have only messages
+            for which a rank waited.
     """
 
     seconds: Mapping[TimeKind, float]

@@ -159,7 +159,7 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return the (sender, receiver) pairs of a send, in which each rank of the actor has at most one receiver."""
+        """Return the (sender, receiver) pairs of a send; each rank of the actor sends to at most one receiver."""
         message, turn = self.program.messages[index]
         receivers = self.receivers(message)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
@@ -251,12 +251,12 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):
             if one != two:
                 raise ValueError(
-                    f"ranks {programs[0].rank} and {other.rank} share a stage, but instruction {at} (without sends and "
-                    f"frees) is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: pass these programs to "
-                    "verify()"
+                    f"ranks {programs[0].rank} and {other.rank} share a stage, but apart from sends and frees, "
+                    f"instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: pass these "
+                    "programs to verify()"
                 )
         if len(first) != len(shape(other)):
             raise ValueError(
-                f"ranks {programs[0].rank} and {other.rank} share a stage, but one runs {len(first)} instructions and "
-                f"the other {len(shape(other))} (without sends and frees): pass these programs to verify()"
+                f"ranks {programs[0].rank} and {other.rank} share a stage, but apart from sends and frees, one runs "
+                f"{len(first)} instructions and the other {len(shape(other))}: pass these programs to verify()"
             )

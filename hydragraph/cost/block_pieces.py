@@ -48,9 +48,9 @@ class BlockPiece:
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter with recomputation.
         reduced: numbers of hidden states that tensor-parallel ranks sum in forward and backward; `seconds` excludes
             these sums.
-        during_sums: seconds per token of weight gradients computed during each sum of the backward
+        during_sums: for each sum of the backward, seconds per token of the weight gradients computed during it
             (`passes/overlap_collectives.py`).
-        before_sums: seconds per token of the product before each sum, starting with the sums of the forward; 0 if none.
+        before_sums: for each sum, those of the forward first, seconds per token of the product before it; 0 if none.
     """
 
     seconds: Constants

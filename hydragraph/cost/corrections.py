@@ -1,10 +1,10 @@
 """Measured errors of the cost model, by kind of instruction, type of device and rank.
 
-A sample is the ratio of a rank's measured and predicted seconds of one kind in one step. Corrections are medians of the
+A sample is the ratio of a rank's measured and predicted seconds of one kind in one step. All medians are over
 logarithms of the latest samples.
 
-    base of a type     lower median over its ranks of each rank's median over forwards and backwards
-    straggler          a rank whose median exceeds the base by more than a tenth and by four standard errors
+    base of a type     lower median of its ranks' medians, each over a rank's forwards and backwards
+    straggler          a rank whose median exceeds the base by more than a tenth and more than four standard errors
     factor of a kind   median of all samples of the type's ranks except stragglers, limited to 1/4 to 4
     rate of a rank     a straggler's median divided by the base
 
@@ -54,9 +54,9 @@ class Corrections:
     def __post_init__(self) -> None:
         for (kind, rank), ratios in self.samples.items():
             if not 0 <= rank < len(self.types):
-                raise ValueError(f"samples of rank {rank}, but there are only ranks 0 to {len(self.types) - 1}")
+                raise ValueError(f"samples has rank {rank}, but the ranks are 0 to {len(self.types) - 1}")
             if not all(0 < ratio < math.inf for ratio in ratios):
-                raise ValueError(f"{kind.value} on rank {rank}: a sample must be measured / predicted seconds above 0")
+                raise ValueError(f"{kind.value} on rank {rank}: samples must be finite and above 0")
 
     def __hash__(self) -> int:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
@@ -67,7 +67,7 @@ class Corrections:
         return replace(self, samples={**self.samples, **grown})
 
     def factor(self, kind: TimeKind, type_: str | None = None) -> float:
-        """Return the correction factor of a kind, without the samples of stragglers; 1 if unknown."""
+        """Return the correction factor of a kind, computed without stragglers; 1 if unknown."""
         slow = self.health
         logs = [
             math.log(ratio)

@@ -163,8 +163,8 @@ class Costs(Pricing):
         """
         if pipeline.layers != self.outline.layers:
             raise ValueError(
-                f"profile {self.profile.name}: a pipeline of {pipeline.layers} layers, but it was measured on a model "
-                f"of {self.outline.layers}: measure this model with hydragraph profile"
+                f"profile {self.profile.name} was measured on a model of {self.outline.layers} layers, but the "
+                f"pipeline has {pipeline.layers}: measure this model with hydragraph profile"
             )
         limit = self.max_len(pipeline) if limit is None else limit
         return self._pipeline(pipeline, self.stages(pipeline), limit, schedule)
@@ -215,7 +215,7 @@ class Costs(Pricing):
         curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
         if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
             raise Unsupported(
-                f"a stage's fit failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
+                f"the fit of a stage's time failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
                 where=f"profile {self.profile.name}",
                 remedy="measure it again, on a quieter machine or with longer sequences: hydragraph profile --longest",
             )
@@ -304,7 +304,7 @@ class Costs(Pricing):
         return CostedWork(self.of_strategies(strategy), strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
-        """Return an upper bound of every rank's peak memory; `hg.simulate(...).memory` is tighter.
+        """Return an upper bound on every rank's peak memory; `hg.simulate(...).memory` is tighter.
 
         Args:
             assignment: default: two micro-batches per stage.

@@ -102,10 +102,10 @@ class Table:
         rows = tuple(sorted((int(s), int(t), float(x)) for s, t, x in self.rows))
         object.__setattr__(self, "rows", rows)
         if not rows or len({row[:2] for row in rows}) != len(rows):
-            raise ValueError(f"a table of {len(rows)} rows: give at least one row, and each (sequences, tokens) once")
+            raise ValueError(f"the table has {len(rows)} rows: give at least one, and each (sequences, tokens) once")
         for sequences, tokens, seconds in rows:
             if sequences < 1 or tokens < sequences or not seconds >= 0:
-                raise ValueError(f"a table has {seconds} s for {sequences} sequences with a total of {tokens} tokens")
+                raise ValueError(f"the table has {seconds} s for {sequences} sequences with a total of {tokens} tokens")
 
     @cached_property
     def _lines(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
@@ -129,7 +129,7 @@ class Table:
         most = max(row[1] for row in self.rows)
         if tokens > BEYOND * most:
             raise Unsupported(
-                f"a micro-batch of {tokens:.0f} tokens, but at most {most} were measured",
+                f"a micro-batch has {tokens:.0f} tokens, but at most {most} were measured",
                 where="profile",
                 remedy="measure larger micro-batches, or make this one smaller",
             )
@@ -144,7 +144,7 @@ class Table:
         return shorter + (longer - shorter) * (length - low) / (high - low)
 
     def least_per_token(self, low: float, high: float) -> float:
-        """Return a lower bound of the seconds per token, for `low` to `high` tokens."""
+        """Return a lower bound on the seconds per token, for `low` to `high` tokens."""
         # The minimum of a segment is at one of its ends.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []

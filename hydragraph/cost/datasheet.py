@@ -52,7 +52,7 @@ class Roofline:
     Attributes:
         attention: speed of attention, as a fraction of that of large matrix products (`spec.known_devices`). On an A100
             this is 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: size of a product's dimension (including tokens) that halves the product's speed; fitted by
+        half: size at which a dimension of a product, such as the tokens, halves the product's speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; `memory` and `launch_s` are assumed.
     """
@@ -225,8 +225,9 @@ class Operations:
     Attributes:
         attention: operations per unit of q(l), by `Reach`.
         products: (times per token, n, k) of each weight [n, k].
-        during_sums: products whose weight gradients are computed during each tensor-parallel sum of the backward.
-        before_sums: products whose results each sum adds up over the ranks, starting with the sums of the forward.
+        during_sums: for each tensor-parallel sum of the backward, products whose weight gradients are computed
+            during it.
+        before_sums: for each sum, those of the forward first, the products whose results it adds up over the ranks.
     """
 
     attention: Mapping[Reach, float]
@@ -296,7 +297,7 @@ def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Itera
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
-    """Return the number of expert matrices that multiply a token, by weight."""
+    """Return for each weight how many experts' matrices multiply a token."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     rows_by_weight = {}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
-The clock is the time of the last transfer end (`cost.shared_ports`). Computations are timed ahead of the clock, as far
-as the ends of their inputs are known. No event begins earlier than the clock.
+The clock is the time at which the last transfer ended (`cost.shared_ports`). Computations are timed ahead of the clock,
+as far as the ends of their inputs are known. No event begins earlier than the clock.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
@@ -137,8 +137,8 @@ class Engine:
             at = next(i for i, end in enumerate(self.times[a].end) if end < 0 and i not in program.before)
         where = " ".join(instruction_text(program.instructions[at]).split())
         return (
-            f"rank {actor.ranks[0]} never ends, because its instruction {at}, {where!r}, does not begin: pass these "
-            "programs to verify(), which names the ranks that wait"
+            f"rank {actor.ranks[0]} never ends, because its instruction {at}, {where!r}, never begins: pass these "
+            "programs to verify(), which names the waiting ranks"
         )
 
     def _settle(self) -> None:
@@ -243,7 +243,7 @@ class Engine:
                 self._send(a, i, ready, cause)
             elif queue == _COPY:
                 copy = self.actors[a].program.instructions[i]
-                assert copy.micro_batch is not None, "a copy has a micro-batch"
+                assert copy.micro_batch is not None, "a copy must have a micro-batch"
                 seconds = self._work.copying(copy.target, self.actors[a].ranks, copy.micro_batch)
                 self._begin(a, i, ready, (a, cause), seconds, ())
             else:
@@ -370,7 +370,7 @@ def _durations(actor: Actor, work: Priced) -> list[float]:
         instruction = program.instructions[i]
         op = instruction.op
         if op is Op.FORWARD or op is Op.BACKWARD:
-            assert instruction.micro_batch is not None, "a computation has a micro-batch"
+            assert instruction.micro_batch is not None, "a computation must have a micro-batch"
             table = tables.get((op, instruction.target))
             if table is None:
                 seconds = work.computing(op, instruction.target, actor.ranks, numbers)

@@ -16,7 +16,7 @@ from hydragraph.spec.cluster import Cluster
 def elements_sent(
     op: Op, bucket: Bucket, owners: Layout, stages: Sequence[tuple[int, ...]], splits_tokens: bool, ranks: int
 ) -> Ints:
-    """Return the number of elements that each rank sends to each other rank in a pull or a push [ranks, ranks].
+    """Return how many elements each rank sends to each other rank in a pull or push, as an array [ranks, ranks].
 
     Args:
         stages: ranks of each stage that uses the bucket, in tensor-parallel order.
@@ -35,7 +35,7 @@ def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     If ranks on several nodes send the same number of bytes to all others, the exchange is a collective, for which NCCL
     and gloo use one ring per network card.
     """
-    # Most elements are 0: numpy finds the others six times as fast in flat booleans as in a matrix.
+    # Most elements are 0; numpy finds the others six times as fast in a flat boolean array as in a matrix.
     at = np.flatnonzero(sent != 0)
     src, dst = np.divmod(at, sent.shape[1])
     size = sent.ravel()[at].astype(np.float64) * itemsize

@@ -52,7 +52,7 @@ class Footprint:
     small: int = 0
 
     def offloaded(self, hidden: int) -> tuple[int, frozenset[str]]:
-        """Return the offloaded bytes if the input has `hidden` bytes, and the part of `keeps` that stays on the device.
+        """Return the offloaded bytes for an input of `hidden` bytes, and the part of `keeps` that stays on the device.
 
         Auxiliary values stay on the device, because all blocks share them.
         """

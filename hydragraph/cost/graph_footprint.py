@@ -193,7 +193,7 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of a graph's own storages, of constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes each."""
+    """Lifetimes of a graph's own storages; each has constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes."""
 
     nodes: int
     begin: npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ owners. For frequencies w_s of strategies, choose
 
 and among equal candidates the one that moves the fewest bytes, then the one whose largest fraction is smallest.
 Exchanges run one after another, so each bucket is chosen separately. If the chosen ranks do not have enough memory, a
-linear program chooses for all buckets (`cost.home_room`).
+linear program chooses the owners of all buckets (`cost.home_room`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HomeQuestion:
 
 @dataclass(frozen=True)
 class BucketClass:
-    """Buckets of equal form that the same stages use, with one common choice.
+    """Buckets of equal form that the same stages use; their owners are chosen together.
 
     Attributes:
         users: strategy number -> the stages that use the buckets.

@@ -43,7 +43,7 @@ class Priced(Protocol):
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
         """Return the bytes of a micro-batch's hidden state; None: messages take no time.
 
-        `micro_batch` counts within the pipeline.
+        `micro_batch` is numbered within the pipeline.
         """
         ...
 
@@ -52,7 +52,7 @@ class Priced(Protocol):
     def commit_s(self) -> float: ...
 
     def handling(self, rank: int) -> float:
-        """Return the factor of the latency of a rank's messages."""
+        """Return the factor that multiplies the latency of a rank's messages."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Maximum tokens of micro-batches that fit each rank's memory.
 
-A `rank_memory.Walk` is slow, so a stage is skipped if it always fits when another stage fits: of two stages between the
-first and the last, the later one needs less memory if its blocks are a subset of the other's.
+A `rank_memory.Walk` is slow, so a stage between the first and the last is skipped if an earlier such stage of the same
+kind runs at least the same blocks with no more free memory: what fits there also fits here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PEAKS = 256
 
 
 class LongestMicroBatch:
-    """Maximum tokens that fit the ranks of a cluster.
+    """Maximum number of tokens that a micro-batch can have in the memory of a cluster's ranks.
 
     Args:
         other: an instance for the same profile, types and number of ranks, whose cached peaks are reused.
@@ -74,7 +74,7 @@ class LongestMicroBatch:
             if most is None or not peak.holds(most, left):
                 fitting_tokens = peak.most(left)
                 most = fitting_tokens if most is None else min(most, fitting_tokens)
-        assert most is not None, "every pipeline has a stage, and every stage has a rank"
+        assert most is not None, "every pipeline must have a stage, and every stage a rank"
         return most
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
@@ -115,7 +115,7 @@ class LongestMicroBatch:
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
         count = micro_batches_until_peak(DEFAULT_SCHEDULE, pipeline.rows, at)
-        assert count is not None, "the default schedule bounds the micro-batches in flight"
+        assert count is not None, "the default schedule must limit the micro-batches in flight"
         return self._peak(
             (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at), Strategy((pipeline,)), [count], rank
         )
@@ -123,8 +123,8 @@ class LongestMicroBatch:
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the peak of a rank of a shared stage.
 
-        For any order of micro-batches, stage s of S stores at most S - s of each pipeline; the last stage stores one in
-        total.
+        Whatever the order of micro-batches, stage s of S stores at most S - s of each pipeline, and the last stage
+        stores one in total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
         last = left[0] == 1

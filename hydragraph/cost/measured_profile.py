@@ -84,7 +84,7 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
+        util: tokens with which a micro-batch reaches 85 % of the plateau of tokens/s, by tensor-parallel degree.
         memory: memory model; None: only `limits` bound a micro-batch.
         limits: measured maximum tokens of a micro-batch, by scheme.
         hetero_sync_s: seconds that pipelines of different schemes add to an iteration.
@@ -139,8 +139,8 @@ class Profile:
         for other in every[1:]:
             if other.blocks != first.blocks:
                 raise ValueError(
-                    f"profiles {first.name} and {other.name} are of different models ({len(first.blocks)} and "
-                    f"{len(other.blocks)} blocks, which differ): measure the same model on every type of device"
+                    f"profiles {first.name} and {other.name} are of different models (their {len(first.blocks)} and "
+                    f"{len(other.blocks)} blocks differ): measure the same model on every type of device"
                 )
         types = [profile.type for profile in every]
         for name in types:
@@ -294,7 +294,7 @@ class Profile:
         if self.memory is None:
             raise self._unsupported(
                 f"scheme <tp{scheme[0]},pp{scheme[1]}> has neither a measured limit nor a memory model",
-                remedy="use hg.Costs(profile, cluster) if the profile has blocks, or add it to the profile's limits",
+                remedy="if the profile has blocks, use hg.Costs(profile, cluster); if not, add a limit to the profile",
             )
         if scheme[0] not in self.memory.activation:
             raise self._unsupported(
@@ -330,8 +330,8 @@ class Profile:
         """
         if self.layers is not None and pipeline.layers != self.layers:
             raise ValueError(
-                f"profile {self.name}: a pipeline of {pipeline.layers} layers, but it was measured on a model of "
-                f"{self.layers}: measure this model with hydragraph profile"
+                f"profile {self.name} was measured on a model of {self.layers} layers, but the pipeline has "
+                f"{pipeline.layers}: measure this model with hydragraph profile"
             )
         scheme = _scheme_of(pipeline)
         if scheme is None:

@@ -45,9 +45,9 @@ class MemoryCurves(Sequence[MemoryCurve]):
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
-    """Return the exchanges ended before each instruction, as in the executor.
+    """Return the exchanges that end before each instruction, as in the executor.
 
-    The executor ends a pull that receives no data at the next computation, and a push at the next push.
+    At each computation, the executor ends pulls that received no data; at each push, it ends earlier pushes.
     """
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}

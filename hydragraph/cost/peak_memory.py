@@ -29,7 +29,7 @@ class Peak:
         return self.needs(tokens) <= limit
 
     def needs(self, tokens: int) -> float:
-        """Return an upper bound of the bytes for `tokens` tokens."""
+        """Return an upper bound on the bytes for `tokens` tokens."""
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:

@@ -59,7 +59,7 @@ class Pricing:
         self.transfer_factors = {kind: self.corrections.factor(kind) for kind in TRANSFERS}
         for rank in self.health:
             if rank >= self.ranks:
-                raise ValueError(f"health names rank {rank}, but the cluster has {self.ranks} devices (from 0)")
+                raise ValueError(f"health names rank {rank}, but the cluster has ranks 0 to {self.ranks - 1}")
         if not profile.blocks or profile.model_sizes is None:
             raise Unsupported(
                 "it has constants of whole schemes only, not of blocks",
@@ -113,7 +113,7 @@ class Pricing:
         rate = self.health.rate(rank)
         if math.isinf(rate):
             raise Unsupported(
-                f"rank {rank} is lost", where="costs", remedy="use a strategy without this rank, or another health"
+                f"rank {rank} is lost", where="costs", remedy="use a strategy without this rank, or change the health"
             )
         return rate
 
@@ -193,7 +193,7 @@ class Pricing:
         backwards = []
         aux = []
         counts = Counter(self.profile.blocks[slice(*span)])
-        learning = self.profile.blocks[self.outline.lowest :]  # lower blocks run no backward
+        learning = self.profile.blocks[self.outline.lowest :]  # frozen blocks below run no backward
         for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
             pieces = self.pieces(name, kind)
             curves = {t: pieces[t].parts(kind.recompute) for t in counts}
@@ -208,7 +208,7 @@ class Pricing:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
     def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
-        """Return the numbers of hidden states summed in forward and backward that the curves do not include."""
+        """Return how many hidden states are summed in forward and in backward; the curves exclude these sums."""
         counts = [piece.reduced for piece in self._blocks(stage, span)]
         return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
 

@@ -62,7 +62,7 @@ class MemoryModel:
         return self.layers * self.hidden / tp * self.activation[tp]
 
     def gap_bytes(self, scheme: Scheme) -> float:
-        """Return the bytes that allocator and communicators use."""
+        """Return the bytes that the allocator and communicators use."""
         used = scheme[0] * scheme[1]
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 

@@ -222,7 +222,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk with other micro-batches, whose number must be the same."""
+        """Return the walk for an equal number of other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -257,7 +257,7 @@ class Walk:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the largest memory, its instruction's index, and the bytes after each instruction."""
+        """Return the peak memory, the index of its instruction, and the bytes after each instruction."""
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))

@@ -93,7 +93,7 @@ class CostedSchemes:
         return self._charges[key]
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0, because a search has no time for the simulation in `charge`."""
+        """Return 0, because `charge` simulates, which is too slow for a search."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:

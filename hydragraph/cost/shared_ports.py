@@ -1,7 +1,8 @@
 """Transfers that share ports and network cards.
 
-A flow at full speed uses each resource (port or card) for some fraction of the time. While the fractions of a resource
-add up to s > 1, its flows run at 1 / s of full speed; a flow is as slow as its slowest resource allows.
+A flow at full speed uses each resource (port or card) for some fraction of the time. While the fractions that its flows
+need add up to s > 1, a resource limits each of them to 1 / s of full speed; a flow runs at the lowest of its resources'
+limits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Used = tuple[tuple[int, float], ...]  # (resource, fraction of the time)
 
 
 class Flow:
-    """A transfer that needs `left` seconds of full speed from time `since` on, and runs at `rate` of full speed."""
+    """A transfer that at time `since` still needs `left` seconds at full speed, and runs at `rate` times full speed."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 

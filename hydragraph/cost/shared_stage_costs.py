@@ -1,7 +1,7 @@
 """Cost of a shared stage for each of its pipelines.
 
-A shared stage takes 1 / x times as long for a pipeline that has the fraction x of its micro-batches. If the slowest
-stage of pipeline p takes s_p seconds without sharing,
+A shared stage takes 1 / x times as long for a pipeline that has the fraction x of the stage's micro-batches. If the
+slowest stage of pipeline p takes s_p seconds without sharing,
 
     x_p = (1 / s_p) / sum over the stage's pipelines q of (1 / s_q)
 """

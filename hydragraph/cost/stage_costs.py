@@ -23,7 +23,7 @@ class Ring:
         times: number of hidden states that are summed per micro-batch.
         link: the slowest link of the ring.
         hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
-        pieces: number of parts of the tokens, which are summed one after another.
+        pieces: number of pieces into which the tokens are split, summed one after another.
         beside: (number of sums, seconds per token of the product before each sum): every piece except the last is
             summed while the product of the next piece is computed.
     """

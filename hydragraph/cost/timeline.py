@@ -111,7 +111,7 @@ class Timeline:
             ValueError: the timeline was not simulated from `Costs`.
         """
         if self.curves is None:
-            raise ValueError("this timeline has no sizes: simulate with hg.simulate(costs, strategy, assignment)")
+            raise ValueError("this timeline has no memory data: use hg.simulate(costs, strategy, assignment)")
         return self.curves(self)
 
     def busy_s(self, rank: int, stream: Stream) -> float:

@@ -41,14 +41,14 @@ def what_if(costs: Costs, text: str) -> Costs:
         return costs.changed(cluster=costs.cluster.scaled(change["link"], factor))
     if change["kind"] == "type":
         if change["name"] not in costs.cluster.types:
-            raise ValueError(f"{text!r}: unknown type: the cluster has types {', '.join(sorted(costs.cluster.types))}")
+            raise ValueError(f"{text!r}: use one of the cluster's types, {', '.join(sorted(costs.cluster.types))}")
         ranks = [r for r in range(costs.ranks) if costs.cluster.type_of(r) == change["name"]]
     else:
         if not change["name"].isdecimal() or int(change["name"]) >= costs.ranks:
-            raise ValueError(f"{text!r}: unknown rank: the cluster has ranks 0 to {costs.ranks - 1}")
+            raise ValueError(f"{text!r}: use one of the cluster's ranks, 0 to {costs.ranks - 1}")
         ranks = [int(change["name"])]
     if factor < 1:
-        raise ValueError(f"{text!r}: a device is at most as fast as a healthy one: give a factor of at least 1")
+        raise ValueError(f"{text!r}: a device cannot be faster than a healthy one: give a factor of at least 1")
     rates = dict(costs.health.rates)
     return costs.changed(
         health=replace(costs.health, rates={**rates, **{r: rates.get(r, 1.0) * factor for r in ranks}})

@@ -13,9 +13,9 @@ class Elastic:
         min_ranks: the run ends if fewer ranks are left.
         spares: number of standby processes that can replace a lost rank.
         rejoin: whether to start a new process for a lost one.
-        grace_s: seconds that a rank has after SIGTERM to send its state to other ranks.
-        progress_s: after a loss, the launcher ends a process that does not join the rendezvous within this number of
-            seconds, and a new process that is not ready within three times that.
+        grace_s: time limit in seconds for a rank to send its state to other ranks after SIGTERM.
+        progress_s: time limit in seconds for a process to join the rendezvous after a loss, and three times that for a
+            new process to be ready; the launcher ends a process that takes longer.
     """
 
     min_ranks: int = 1

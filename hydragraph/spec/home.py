@@ -97,7 +97,7 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return this home with a node for each rank: those of the home, or else `nodes`.
+        """Return this home with the node of each rank: the home's own `nodes`, or else the given ones.
 
         If all of `nodes` are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
         """
@@ -111,7 +111,7 @@ class Home:
             owning = {node for node, share in zip(placed.nodes, shares, strict=True) if share}
             if len(owning) < placed.copies:
                 raise ValueError(
-                    f"home {self}: {name}: all owners are on node {owning.pop()}, but the second copy needs another"
+                    f"home {self}, {name}: all owners are on node {owning.pop()}, but the second copy needs another"
                     " node: give ranks of another node a share, or use copies 1"
                 )
         return placed
@@ -141,7 +141,8 @@ class Home:
             name, equals, value = part.partition("=")
             if not equals or not name or not value or name in values or name in buckets:
                 raise ValueError(
-                    f"home {text!r}: {part!r}: write copies=2, nodes=0,0,1, or a bucket's shares: embed=1,0"
+                    f"home {text!r}: {part!r} is unknown or repeated: write copies=2, nodes=0,0,1, or a bucket's "
+                    "shares, such as embed=1,0"
                 )
             if name == "copies":
                 values[name] = int(value) if value.isdecimal() else value

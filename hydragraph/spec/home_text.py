@@ -19,7 +19,7 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
     if len(set(of.values())) == 1:
         return f"all{copies} {next(iter(of.values()))}"
     parts = [f"{_names(list(names))} {owners}" for owners, names in groupby(buckets, key=of.__getitem__)]
-    return "; ".join(parts) + (", each of it twice" if copies else "")
+    return "; ".join(parts) + (", two copies of each" if copies else "")
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:

@@ -94,7 +94,7 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
         raise _refused(f"an attention_mask of {shape}", index)
     length = int((mask != 0).sum())
     if not torch.equal(mask, (torch.arange(len(mask), device=mask.device) < length).to(mask.dtype)):
-        raise _refused("an attention_mask that is not ones, then zeros", index)
+        raise _refused("an attention_mask other than ones followed by zeros", index)
     for name in _LABELS:
         labels = row.get(name)
         if isinstance(labels, Tensor) and bool((labels[length:] != IGNORED).any()):

@@ -44,7 +44,7 @@ _MISTAKES = {
     "found character|found undefined alias|constructor for the tag": "a text begins with FOUND: put it in quotes",
     "unknown escape": "a text in double quotes has a '\\' in it: use single quotes",
     "mapping values": (
-        "a ':' is where no field can be: indent all fields of a section equally, or put a text with ': ' in quotes"
+        "a ':' is not allowed here: indent all fields of a section equally, or put a text with ': ' in quotes"
     ),
     "expected <block end>": "the indentation differs from the lines before it: indent all fields of a section equally",
     "expected the node content": "FOUND is where a value is expected: write the value before it, or null",

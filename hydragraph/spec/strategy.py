@@ -84,9 +84,9 @@ class Strategy:
                 if other != (first, stage):
                     counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
                     raise ValueError(
-                        f"{where}: device {device} is already in {there}; give every stage its own devices, or "
-                        "share a stage between pipelines, or interleave stages of one pipeline with equal flags: "
-                        f"these two stages differ in {_difference((first, stage), counterpart)}"
+                        f"{where}: device {device} is already in {there}, and these two stages differ in "
+                        f"{_difference((first, stage), counterpart)}; give every stage its own devices, share one "
+                        "stage between pipelines, or interleave stages of one pipeline with equal flags"
                     )
                 if self.pipelines[i].interleaved or self.pipelines[owner].interleaved:
                     raise ValueError(
@@ -188,10 +188,10 @@ class Strategy:
             where = f"pipeline {i}, stage {j}"
             for device in stage.devices:
                 if device >= ranks:
-                    there = "there is 1 rank, 0" if ranks == 1 else f"there are {ranks} ranks, from 0"
+                    there = "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
                     raise ValueError(
-                        f"{where}: no rank {device}: {there}: start {max(self.devices) + 1} processes, or name other "
-                        "ranks"
+                        f"{where}: there is no rank {device}, only {there}: start {max(self.devices) + 1} processes, "
+                        "or name other ranks"
                     )
             for count in heads:
                 if count % stage.tp:
@@ -204,7 +204,7 @@ class Strategy:
     def parse(cls, text: str, layers: int) -> Strategy:
         """Parse text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`); check its fingerprint, if any."""
         if not isinstance(text, str):
-            raise ValueError(f'a strategy\'s text is {text!r}: give one such as "<tp2,pp1> + 2*<tp1,pp2>"')
+            raise ValueError(f'strategy text is {text!r}: give a string such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not is_whole(layers) or layers < 1:
             raise ValueError(f"layers is {layers!r}: give the model's number of layers, 1 or more")
         body, at, fingerprint = text.partition("@")
@@ -215,7 +215,7 @@ class Strategy:
             raise ValueError(f"strategy text {body!r}: {error}") from None
         if at and strategy.fingerprint != fingerprint.strip():
             raise ValueError(
-                f"strategy text {text!r}: with {layers} layers, this text is another strategy, {strategy}; "
+                f"strategy text {text!r}: with {layers} layers, this text describes a different strategy, {strategy}; "
                 "give the number of layers that it was made for, or remove '@' and the digits after it"
             )
         return strategy

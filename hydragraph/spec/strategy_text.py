@@ -74,7 +74,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return `<tp,pp,v>` (v: `visits`) from device `first` on; remaining layers go to the last stages, one to each."""
+    """Return `<tp,pp,v>` (v: `visits`) from device `first` on; the last stages get one remaining layer each."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
@@ -223,7 +223,7 @@ def _parse_flags(reader: _TokenReader) -> dict[str, Any]:
         number = reader.take()
         budget = float(number.text)
         if not is_budget(budget):
-            raise reader.error("a memory budget is in hundredths between 0 and 1, such as r0.5", number)
+            raise reader.error("a memory budget must be between 0 and 1 in hundredths, such as r0.5", number)
         letters += reader.take().text if _are_flags(reader.peek()) else ""
     if not _are_flags(letters):
         meanings = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())

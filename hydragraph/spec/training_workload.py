@@ -28,8 +28,8 @@ class Workload:
             object.__setattr__(self, "lengths", tuple(tuple(map(index, batch)) for batch in self.lengths))
         except TypeError:
             raise ValueError(
-                f"lengths is {reprlib.repr(self.lengths)}: give the tokens of each sequence of one or more "
-                "mini-batches, whole numbers, as in [[512, 90, 3000], [700, 2048]]"
+                f"lengths is {reprlib.repr(self.lengths)}: give one list per mini-batch, with its "
+                "sequences' lengths in tokens as whole numbers, as in [[512, 90, 3000], [700, 2048]]"
             ) from None
         fixed = bool(self.sequences or self.length)
         if fixed == bool(self.lengths):
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens; T and Q are means over mini-batches of sum l and sum l^2 (l: lengths)."""
+        """T^2 / Q sequences of Q / T tokens, where T and Q are mean sums of l and l^2 over a mini-batch's lengths l."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

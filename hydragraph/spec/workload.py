@@ -161,7 +161,7 @@ def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index:
         raise Unsupported(
             what,
             where=f"sequence {index}",
-            remedy="pass input_ids, labels or shift_labels (labels at the positions that predict them), and exactly "
-            f"the fields that forward or loss reads ({', '.join(own) or 'none'}; compile's example= names them); "
-            "sequences are packed, so a padding mask is not needed",
+            remedy="pass input_ids, at most one of labels and shift_labels (labels at the positions that predict "
+            f"them), and exactly the fields that forward or loss reads ({', '.join(own) or 'none'}; compile's example= "
+            "names them); sequences are packed, so a padding mask is not needed",
         )

@@ -115,7 +115,7 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
     hg.Strategy.parse("<[0]x2,[1]x1> + <[2]x3>", 3).save(tmp_path / "three.yaml")
     expected = {
         "2*<tp4,pp1>": "degree 4 (its number of devices) does not divide 2 attention heads; use 1 or 2 devices",
-        "<[0]x2> + <[9]x2>": "no rank 9: there are 8 ranks, from 0",
+        "<[0]x2> + <[9]x2>": "there is no rank 9, only ranks 0 to 7",
         "<tp1": "strategy text: expected ','",
         "<tp2,pp1>": "--micro-batches '2,1' has 2 numbers, and the number of pipelines is 1",
         str(tmp_path / "three.yaml"): "2 + 1 = 3 layers, but the model has 2; remove 1 in every pipeline",

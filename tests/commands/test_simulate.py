@@ -179,7 +179,7 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
     [
         (("--cluster", "nowhere.yaml"), "nowhere.yaml"),
         (("--cluster", "x.yaml", "--devices", "2"), "give only one of them"),
-        (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: no rank 1"),
+        (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: there is no rank 1"),
         (("--micro-batches", "0"), "no pipeline would compute; give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "pass strategies with --strategy"),
@@ -327,12 +327,12 @@ TWO_L4 = f"types: {{l4: {L4}}}\nnodes: [{{type: l4, devices: 2, inner: {LINK}, o
         (
             TWO_L4,
             ("--what-if", "device 7 x2"),
-            "the cluster has ranks 0 to 1",
+            "use one of the cluster's ranks, 0 to 1",
         ),
         (
             TWO_L4,
             ("--what-if", "type h100 x2"),
-            "the cluster has types l4",
+            "use one of the cluster's types, l4",
         ),
         (
             TWO_L4,

@@ -114,9 +114,9 @@ def test_a_file_is_read_back_as_its_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, math.inf, math.nan])
 def test_a_sample_that_is_no_ratio_is_refused(ratio: float) -> None:
-    with pytest.raises(ValueError, match="measured / predicted"):
+    with pytest.raises(ValueError, match="samples must be finite and above 0"):
         Corrections(RANKS).with_step({(TimeKind.UPDATE, 0): ratio})
-    with pytest.raises(ValueError, match="ranks 0 to 3"):
+    with pytest.raises(ValueError, match="the ranks are 0 to 3"):
         Corrections(RANKS).with_step({(TimeKind.UPDATE, 4): 1.0})
 
 

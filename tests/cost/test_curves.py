@@ -77,7 +77,7 @@ def test_search_gets_constants_near_a_table() -> None:
 
 @pytest.mark.parametrize("rows", [(), ((1, 10, 1.0), (1, 10, 2.0)), ((0, 10, 1.0),), ((1, 10, -1.0),)])
 def test_what_is_no_table_is_refused(rows: tuple[tuple[int, int, float], ...]) -> None:
-    with pytest.raises(ValueError, match="a table"):
+    with pytest.raises(ValueError, match="the table"):
         Table(rows)
 
 

@@ -66,9 +66,9 @@ def test_a_measured_scheme_keeps_its_constants() -> None:
 def test_a_pipeline_that_constants_do_not_cover_is_refused() -> None:
     with pytest.raises(hg.Unsupported, match="constants of whole schemes only"):
         PROFILE.pipeline_of(pipeline((1, 1), (1, 31)), 2)
-    with pytest.raises(ValueError, match="a pipeline of 5 layers, but it was measured on a model of 4"):
+    with pytest.raises(ValueError, match="measured on a model of 4 layers, but the pipeline has 5"):
         measured().pipeline_of(pipeline((2, 5)), 2)
-    with pytest.raises(ValueError, match="a pipeline of 4 layers, but it was measured on a model of 32"):
+    with pytest.raises(ValueError, match="measured on a model of 32 layers, but the pipeline has 4"):
         PROFILE.pipeline_of(pipeline((1, 4)), 1)
     failed = measured(schemes={}, failed={(1, 1): "noise"})
     with pytest.raises(hg.Unsupported, match="noise"):

@@ -198,7 +198,7 @@ def test_pipelines_are_joined_by_stages_in_common(text: str, groups: tuple[tuple
         ("<[0]x2,[4,5]x2> + <[1]x2,[5,4]x2>", "these two stages differ in devices ([5, 4] and [4, 5])"),
         (
             "<[0]x2,[4,5]x2> + <[1]x2,[4]x2>",
-            "device 4 is already in pipeline 0, stage 1; give every stage its own devices",
+            "([4] and [4, 5]); give every stage its own devices",
         ),
         ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "pipeline 1, stage 1: device 4 is already in pipeline 0, stage 1"),
         ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "these two stages differ in layers (2-3 and 1-3)"),
@@ -207,7 +207,7 @@ def test_pipelines_are_joined_by_stages_in_common(text: str, groups: tuple[tuple
         ("<[0]x2,[0]x2>", "pipeline 0, stage 1: it follows a stage on the same devices; merge the two stages"),
         (
             "<[0]x1,[1]x1,[0]x2r>",
-            "interleave stages of one pipeline with equal flags: these two stages differ in recompute",
+            "differ in recompute (True and False); give every stage its own devices",
         ),
         ("<[0,1]x1,[2]x1,[1,0]x2>", "these two stages differ in devices ([1, 0] and [0, 1])"),
         ("<[0]x2,[1]x1,[0]x1> + <[0]x2,[2]x2>", "a pipeline with interleaved stages cannot share a stage with another"),
@@ -276,7 +276,7 @@ def test_sequence_parallel_is_a_boolean() -> None:
 
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, 0.125, -0.5, "0.5", None])
 def test_recompute_is_a_boolean_or_a_budget_in_hundredths(value: object) -> None:
-    with pytest.raises(ValueError, match=r"use true .*, false, or a memory budget such as 0.5"):
+    with pytest.raises(ValueError, match=r"use true .*, false, or a memory budget between 0 and 1"):
         Stage((0,), 1, recompute=value)  # type: ignore[arg-type]
 
 
@@ -316,9 +316,9 @@ def test_an_unknown_schedule_is_refused(schedule: Any) -> None:
     [
         ("<tp1,pp1> + <[0]x8>", 8, "'<tp1,pp1> + <[0]x8>': pipeline 1, stage 0: device 0 is already in"),
         ("<tp1,pp1>", 0, "layers is 0"),
-        ("<tp1,pp1>@000000", 8, "with 8 layers, this text is another strategy, <tp1,pp1>@"),
-        ("<tp1,pp1>@", 8, "with 8 layers, this text is another strategy, <tp1,pp1>@"),
-        (str(Strategy.parse("<tp1,pp1>", 8)), 4, "with 4 layers, this text is another strategy, <tp1,pp1>@"),
+        ("<tp1,pp1>@000000", 8, "with 8 layers, this text describes a different strategy, <tp1,pp1>@"),
+        ("<tp1,pp1>@", 8, "with 8 layers, this text describes a different strategy, <tp1,pp1>@"),
+        (str(Strategy.parse("<tp1,pp1>", 8)), 4, "with 4 layers, this text describes a different strategy, <tp1,pp1>@"),
     ],
 )
 def test_parse_refuses(text: str, layers: int, message: str) -> None:
@@ -352,7 +352,7 @@ def test_check_against_the_definition(strategy: Strategy, layers: int, ranks: in
             8,
             2,
             (),
-            "pipeline 0, stage 1: no rank 2: there are 2 ranks, from 0: start 4 processes",
+            "pipeline 0, stage 1: there is no rank 2, only ranks 0 to 1: start 4 processes",
         ),
         (8, 4, (4, 9), "pipeline 0, stage 0: tensor-parallel degree 2 (its number of devices) does not divide 9 "),
         (8, 4, (9,), "attention heads; use 1, 3 or 9 devices"),

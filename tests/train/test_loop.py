@@ -168,7 +168,7 @@ def test_says_what_a_missing_package_costs(tmp_path: Path, monkeypatch: pytest.M
         ({"strategies": ["<tp1,pp3>"]}, "strategies[0]: strategy text"),
         (
             {"strategies": ["<tp1,pp1>", "<tp2,pp1>"]},
-            "strategies[1]: pipeline 0, stage 0: no rank 1: there is 1 rank, 0",
+            "strategies[1]: pipeline 0, stage 0: there is no rank 1, only rank 0",
         ),
         ({"strategies": ["none.yaml"]}, "strategies[0]: "),
     ],
