@@ -126,7 +126,7 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's fused operator on a CPU, so that the bits of a new weight do not depend on its place in a shard.
+    """Run PyTorch's fused CPU operator such that the bits of a new weight do not depend on its place in a shard.
 
     The operator rounds the elements after the last multiple of 16 differently, so these elements of all shards are
     joined and padded.
@@ -353,7 +353,7 @@ def _check(shard: Shard) -> None:
         if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in allowed:
             raise _refused(
                 f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}",
-                "pass 1-D contiguous fp32 tensors (copies in bf16 or fp16), or use torch.optim.AdamW",
+                "pass 1-D contiguous tensors in fp32 (copies in bf16 or fp16), or use torch.optim.AdamW",
             )
         if tensor.numel() != shard.weight.numel():
             raise _refused(

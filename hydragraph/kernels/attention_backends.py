@@ -183,7 +183,7 @@ class _TorchFlash(_Flash):
         return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        # The kernel does not use the random state without dropout.
+        # Without dropout, the kernel does not use the random state.
         state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
         unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(

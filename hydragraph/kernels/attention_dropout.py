@@ -26,7 +26,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
     Args:
         keys: dropout keys of the L queries, [L, 2].
-        heads: increasing numbers of the heads, [heads] int64.
+        heads: indices of the heads, ascending, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
         raise Unsupported(
@@ -74,7 +74,7 @@ def _forward(
     """Compute attention with dropout; `keys`, `block` and `call` are as in `hydragraph::dropout`.
 
     Args:
-        first: number of this rank's first head, times `unit`, 0-d int64 on the CPU; None: this rank has all heads.
+        first: index of this rank's first head, times `unit`, 0-d int64 on the CPU; None: this rank has all heads.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::attention_dropout needs keys except while a model is traced")

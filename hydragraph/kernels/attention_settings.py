@@ -13,8 +13,8 @@ class AttentionSettings:
     """Settings of an attention call.
 
     Attributes:
-        causal: query i attends to keys j <= i only.
-        window: query i attends to keys with |i - j| < window only; None: no limit.
+        causal: query i attends only to keys j <= i.
+        window: query i attends only to keys j with |i - j| < window; None: no limit.
         cap: scores s become cap * tanh(s / cap); None: unchanged.
     """
 

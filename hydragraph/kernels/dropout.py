@@ -28,7 +28,7 @@ _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Form:
-    """Sizes of a call; of all features [outer, whole, inner], x contains [:, first : first + length]."""
+    """Sizes of a call whose x contains the features [:, first : first + length] of all [outer, whole, inner]."""
 
     tokens: int
     after: int  # elements after the token dimension
@@ -130,7 +130,7 @@ def _dropout(
     Args:
         keys: dropout keys of the tokens, [1, T, 2] int64; None only while a model is traced.
         block: number of the model's block, 0-d int64 on the CPU.
-        first: start of this rank's shard of dimension `dim`, times `scale`, 0-d int64 on the CPU; None: no shard.
+        first: start of this rank's shard of dimension `dim`, times `scale`, 0-d int64 on the CPU; None: unsharded.
         whole: size of dimension `dim` on all ranks.
     """
     if keys is None or block is None:

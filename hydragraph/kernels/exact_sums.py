@@ -86,7 +86,7 @@ def scale_of(largest: float) -> float:
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
     """Return the sum of (scale x)^2 over all elements, divided among SQUARE_GRIDS, [3] float64.
 
-    If all scaled elements are below 1, the results of parts of the vectors add up exactly to the result of all.
+    If all scaled elements are below 1, the results of separate parts add up exactly to the result of the whole.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

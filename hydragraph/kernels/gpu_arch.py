@@ -45,5 +45,5 @@ ARCHS = {
 
 def arch_of(name: str) -> GpuArch:
     if name not in ARCHS:
-        raise ValueError(f"--arch {name}: use {', '.join(ARCHS)}")
+        raise ValueError(f"unknown --arch {name}: use {', '.join(ARCHS)}")
     return ARCHS[name]

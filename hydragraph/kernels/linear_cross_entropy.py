@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 Exchange = Callable[[Tensor], Tensor]
-"""Statistics [3, C] of this rank -> of all ranks: largest logit, sum of exp(logit - largest), mean target logit."""
+"""Function from this rank's statistics [3, C] to those of all ranks.
+
+They are the largest logit, the sum of exp(logit - largest), and the mean target logit of each token.
+"""
 
 Target = tuple[float, float]
-"""Weights of a token's label, and of every class."""
+"""Weights of the label and of every class in a token's target distribution."""
 
 ONE_HOT: Target = (1.0, 0.0)
 
@@ -118,7 +121,7 @@ def loss_and_gradients(
         hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate rows of the head per rank, equal on all ranks, so that all ranks use the same chunks.
+        rows: approximate number of rows of the head per rank, equal on all ranks, so that they use the same chunks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
         target: weights of the label and of every class; N counts the classes of all ranks.
@@ -186,14 +189,14 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the temporary bytes: a chunk's logits and the fp32 gradient of the head."""
+    """Return the size of the temporary tensors in bytes: a chunk's logits and the fp32 gradient of the head."""
     chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
     widened = 0 if dtype == wide_dtype(dtype) else vocabulary * hidden
     return chunk * dtype.itemsize + (chunk + widened) * wide_dtype(dtype).itemsize
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return the tokens of a chunk: a multiple of 128 whose logits are about as large as all hidden states."""
+    """Return the number of tokens in a chunk, a multiple of 128; its logits are about as large as all hidden states."""
     return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
 
 

@@ -1,4 +1,4 @@
-"""New tensors with the shapes of operands, and the dtype of sums."""
+"""Creation of tensors shaped like operands, and the dtype of sums."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
 
     Args:
         quick: compilation takes a second at most, so it is not announced.
-        shared: Python and compiled functions both call it; otherwise, compiled callers get a version that does not
-            convert Python's arguments, which compiles slowly.
+        shared: Python and compiled functions both call it; otherwise, compiled callers get a version without
+            the Python wrapper, which is slow to compile.
     """
     # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
@@ -60,7 +60,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
     try:
         dispatcher._cache = _Cache(function, quick)
     except (RuntimeError, OSError):
-        _say("numba finds no folder for compiled code, so every process compiles again: set NUMBA_CACHE_DIR")
+        _say("numba cannot find a folder for compiled code, so every process compiles again: set NUMBA_CACHE_DIR")
     return dispatcher
 
 
@@ -74,7 +74,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """In this context, a call waits for other processes to compile its function, until `ended` returns True."""
+    """In this context, a call waits until other processes have compiled its function, or `ended` returns True."""
     _others.append(ended)
     try:
         yield
@@ -143,7 +143,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _folder() -> str | None:
-    """Return NUMBA_CACHE_DIR or the user's cache folder; None: not writable."""
+    """Return NUMBA_CACHE_DIR or the user's cache folder, or None if it is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(base, "hydragraph", "compiled"))
     with suppress(OSError):
@@ -196,6 +196,6 @@ def _say(sentence: str) -> None:
 def _announce(folder: str) -> None:
     if not _announced:
         _LOG.warning(
-            "compiling the planner's search once, which takes up to a minute on one core; the cache is %s", folder
+            "compiling the planner's search once, which takes up to a minute on one core; it is cached in %s", folder
         )
     _announced.append(folder)

@@ -44,7 +44,7 @@ def call_word(block: int, call: int) -> int:
     """Return the counter's word for a call within a block; raise a ValueError if a number is too large."""
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
         raise ValueError(
-            f"call {call} of block {block}: dropout supports at most {1 << _BLOCK} blocks with as many calls each"
+            f"call {call} of block {block}: dropout supports at most {1 << 32 - _BLOCK} blocks of {1 << _BLOCK} calls"
         )
     return block << _BLOCK | call
 

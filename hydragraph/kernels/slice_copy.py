@@ -31,7 +31,7 @@ _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17  # elements that fit in a core's cache
-MANY = 256  # from this number of ranges on, a Python loop is too slow
+MANY = 256  # number of ranges from which on a Python loop is too slow
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]
@@ -188,7 +188,7 @@ class SliceTable:
 
 
 def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate: bool = False) -> None:
-    """Copy ranges of `source` to `target`, rounding to nearest even, or add them.
+    """Copy ranges of `source` to `target`, rounded to nearest even, or add them to it.
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.

@@ -72,7 +72,7 @@ def _capped_backward(
 
 
 def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-    """Return a tile's capped scores, -inf if hidden, and the derivative of the cap; both are [N, H, R, C]."""
+    """Return a tile's capped scores, -inf if masked, and the derivative of the cap; both are [N, H, R, C]."""
     bent = (q @ k.mT).mul_(scale / cap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(cap).masked_fill_(hidden, float("-inf")), slope

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = math.log2(math.e)
-_MAX_STRIDE = 2**23  # elements, so that offsets in a tile are below 2^31
+_MAX_STRIDE = 2**23  # elements, which keeps offsets in a tile below 2^31
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Inlined:
-    """Function that kernels of its module inline."""
+    """Function inlined by the kernels of its module."""
 
     function: Callable[..., Any]
 
@@ -91,7 +91,7 @@ def use_kernel(device: torch.device, where: str) -> bool:
     if device.type == "cpu" and not _interpreted():
         return False  # looking for Triton takes 0.4 ms
     if device.type == "cuda" and (reason := why_not(device)):
-        raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels include")
+        raise Unsupported(reason, where=where, remedy="pip install triton (PyTorch's CUDA wheels include it)")
     return device.type == "cuda" or why_not(device) is None
 
 

@@ -41,15 +41,15 @@ def varlen_attention(
         q: [T, Hq, D]. k, v: [T, Hk, D].
             q, k and v have the same dtype.
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
-        causal: a token attends to itself and earlier tokens only; otherwise to all tokens of its sequence.
+        causal: a token attends only to itself and earlier tokens; otherwise to all tokens of its sequence.
         scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence; only GPU kernels read it.
-        window: token i attends to tokens j with |i - j| < window only.
-        chunk: a token attends within its chunk of `chunk` tokens only.
+        window: token i attends only to tokens j with |i - j| < window.
+        chunk: a token attends only within its chunk of `chunk` tokens.
         cap: scores s become cap * tanh(s / cap).
         sink: [Hq], an additional score per head in the softmax, without a value vector.
-        backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. A captured graph
-            does not record the backend.
+        backend: "flash_attn", "torch", "triton" or "loop"; default: the first that accepts the tensors. A captured
+            graph does not record the backend.
 
     Returns:
         [T, Hq, D].

@@ -32,7 +32,7 @@ def twice(a, b):
 print(twice(3, 4), *(next(iter(f.stats.cache_hits.values()), 0) for f in (twice,)))
 """
 COLD, WARM = "14 0", "14 1"
-WAIT = "compiling the planner's search once, which takes up to a minute on one core; the cache is "
+WAIT = "compiling the planner's search once, which takes up to a minute on one core; it is cached in "
 
 
 def call(folder: Path, file: str = "module.py", **environment: str) -> tuple[str, list[str]]:

@@ -56,5 +56,5 @@ def test_seeds_and_steps_have_keys_of_their_own() -> None:
 
 def test_too_many_calls_are_refused() -> None:
     assert philox.call_word(3, 2) == 3 << 16 | 2
-    with pytest.raises(ValueError, match="at most 65536 blocks with as many calls each"):
+    with pytest.raises(ValueError, match="at most 65536 blocks of 65536 calls"):
         philox.call_word(0, 1 << 16)
