@@ -1,4 +1,4 @@
-"""Seconds of an iteration by cause, averaged over devices.
+"""Breakdown of an iteration's time by cause, averaged over devices.
 
 computation  forwards and backwards, including tensor-parallel communication
 traffic      exposed pulls, pushes and messages, and the update

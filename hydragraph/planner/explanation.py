@@ -15,9 +15,9 @@ from hydragraph.spec.pipeline import GRADIENTS, Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-SHOWN = 6  # maximum number of rivals
+SHOWN = 6  # maximum number of rivals to show
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-TIGHT = 0.9  # fraction of memory above which a plan without measurements warns
+TIGHT = 0.9  # a plan without measurements that needs more than this fraction of memory warns
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rival:
 
 
 def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:
-    """Return the text of `Plan.explain`, without the reasons for idle devices and the rivals."""
+    """Return the text of `Plan.explain`, without the rivals and the reasons for idle devices."""
     how = "simulated" if chosen.simulated else "the slowest pipeline plus estimated traffic"
     lines = [
         f"{workload} on {costs.ranks} devices: {chosen.seconds:.4g} s an iteration ({how}), "

@@ -1,4 +1,4 @@
-"""Selection of the few proposals that are settled (memory and owners of the state determined), in ever costlier steps:
+"""Selection of the few proposals to settle (to determine the state's owners and memory), in ever costlier steps:
 
 pipeline recurrence     every proposal: a lower bound on its time
 traffic of each card    every proposal: another lower bound
@@ -49,11 +49,11 @@ FEW = 16
 MANY = 64
 # Smaller estimated savings are seldom real.
 SAVES = 0.003
-# Maximum settled plans if nearly equal plans are compared.
+# Maximum number of settled plans if nearly equal plans are compared.
 SETTLED = 6
-# Number of the best proposals that are also tried with fewer pipelines.
+# Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
-# Maximum proposals whose micro-batches are formed as in a run.
+# Maximum number of proposals whose micro-batches are formed as in a run.
 CUT = 4
 # The exact time is seldom less than this fraction of the promised time.
 PROMISED = 0.97
@@ -77,7 +77,7 @@ class Proposal:
         last_s: end of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
         across: the strategy with another placement on ranks, if any.
-        least_s: lower bound of an iteration.
+        least_s: lower bound on an iteration's time.
     """
 
     strategy: Strategy

@@ -35,7 +35,7 @@ RUNNING = 3
 MOST = 4
 FEWEST = 5
 SEARCHING = 0.6  # fraction of the deadline for the search
-SLOW = 1.5  # straggling rate above which a rank is also tried idle
+SLOW = 1.5  # straggling rate above which plans without the rank are also tried
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def charge(self) -> float:
-        """Seconds of an iteration beyond the slowest pipeline."""
+        """Seconds that an iteration takes beyond its slowest pipeline."""
         return max(0.0, self.seconds - self.assignment.seconds)
 
 

@@ -28,13 +28,13 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum strategies priced to improve one strategy.
+# Maximum number of strategies priced to improve one strategy.
 PRICED = 200
-# Moves priced before the best of them is made: the first gain is often a dead end.
+# Number of moves priced before the best is made, because the first gain is often a dead end.
 AT_ONCE = 24
 # Fraction of the time that a move must save.
 SAVES = 1e-3
-# Moves are priced if their pace is below this multiple of the best time.
+# Moves are priced if their `pace` is below this multiple of the best time.
 REACH = 1.15
 # Assumed fraction of pull and push that is exposed.
 WAITED = 0.25
@@ -70,7 +70,7 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return the approximate seconds of an iteration with always busy pipelines, plus exposed traffic."""
+        """Return the approximate time of an iteration if pipelines were always busy, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
@@ -141,8 +141,8 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # Split all nodes at once, possibly except one or all nodes of a kind: the slowest pipeline determines the
-        # traffic's time.
+        # Split all nodes at once, possibly except one or all nodes of a kind, because the slowest pipeline determines
+        # the traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -162,7 +162,7 @@ class Yard:
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline of some devices with layers by rates; None if the model does not fit.
+        """Return a pipeline of some devices with layers divided by rate; None if the model does not fit.
 
         Args:
             pipeline: pipeline whose largest tensor-parallel degree is kept if possible.

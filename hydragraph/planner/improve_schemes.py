@@ -16,14 +16,14 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Maximum candidates improved per group of mini-batches, and maximum exchanges per candidate.
+# Maximum number of candidates to improve per group of mini-batches, and of exchanges per candidate.
 STARTS = 4
 ROUNDS = 16
 WORTH = 1e-3
 
 
 def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
-    """Return one strategy for each scheme: as many pipelines as fit on the devices."""
+    """Return one strategy for each scheme: as many of its pipelines as fit on the devices."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 
@@ -56,7 +56,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Group mini-batches by the least MaxLen that fits; return all groups but the last, with their longest sequence."""
+    """Group mini-batches by the least MaxLen that fits them; return all but the last, with their longest sequences."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)

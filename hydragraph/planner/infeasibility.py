@@ -36,9 +36,9 @@ def check_labels(costs: Costs, workload: Workload) -> None:
         lost = ", ".join(f"{rank}: inf" for rank in small)
         without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
         raise Unsupported(
-            f"nothing fits: every rank holds the labels of all sequences, {least / 1e9:.3g} GB, and these ranks have "
-            f"less: {listed}",
-            where=f"plan of {costs.ranks} devices for {workload}",
+            f"nothing fits: every rank holds the labels of all sequences, {least / 1e9:.3g} GB, which exceeds the "
+            f"memory of rank{'s' * (len(small) > 1)} {listed}",
+            where=f"plan for {workload} on {costs.ranks} devices",
             remedy=f"{without}give smaller mini-batches",
         )
 
@@ -62,7 +62,7 @@ def nothing_fits(
     changes = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
     return Unsupported(
         f"nothing fits: {why}",
-        where=f"plan of {costs.ranks} devices for {workload}",
+        where=f"plan for {workload} on {costs.ranks} devices",
         remedy=f"{changes}{first}allow recomputation and higher tensor-parallel degrees (a measured profile must "
         "contain them: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
     )

@@ -1,7 +1,7 @@
 """Lower bound on the iteration time of any plan.
 
-A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds, at least the minimum
-w(type, block) of all groups. In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d device-seconds.
+A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds, at least the minimum
+w(type, block) over all groups. In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d device-seconds.
 The bound is the least T for which all blocks of all sequences can be divided among the types: a linear program.
 
 The bound is at least a sequence's fastest pass through all blocks, with input gradients only (zb-h1).

@@ -172,7 +172,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: stages, the slowest stage's seconds per sequence and per micro-batch, and sequences that fit."""
+    """A pipeline: stages, slowest stage's seconds per sequence and per micro-batch, number of sequences that fit."""
 
     stages: int
     each: float

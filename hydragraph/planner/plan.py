@@ -59,7 +59,7 @@ SAFETIES = (SAFETY, 0.88, 0.7)
 # If the state needs more than TIGHT of all memory, the search is repeated with ROOMY times the limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum settled candidates per search, and per shape.
+# Maximum number of settled candidates per search, and per shape.
 SETTLED = 6
 ALIKE = 1
 FEW = 64
@@ -67,11 +67,11 @@ FEW = 64
 STAGED = 2
 # Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
 NEAR = 0.005
-# Fraction of the deadline in which work may start, and the fraction of this time for searches.
+# Fraction of the deadline after which no work starts, and the fraction of this time for searches.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3
-# Maximum candidates for the iteration planner; each must save the fraction WORTH of the time.
+# Maximum number of candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
@@ -87,7 +87,7 @@ class Plan:
         home: owners of the state.
         strategies: candidates for varying lengths, `strategy` first.
         seconds: mean time of an iteration.
-        choosing_s: mean time of an iteration if each mini-batch runs its fastest strategy.
+        choosing_s: mean time of an iteration if each mini-batch runs under its fastest strategy.
         memory: peak bytes of each rank.
         limits: bytes that each rank may use.
         bound: a lower bound on `seconds`.
@@ -141,7 +141,10 @@ class Plan:
         most = max(self.limits[rank] for rank in self.spare)
         smallest = min(self.memory[rank] for rank in self.strategy.devices)
         if most < smallest:
-            return f"their {most / 1e9:.3g} GB are less than the {smallest / 1e9:.3g} GB that each working rank needs"
+            return (
+                f"they have at most {most / 1e9:.3g} GB each, but every working rank needs at least "
+                f"{smallest / 1e9:.3g} GB"
+            )
         return "none of the plans found with any of them fits"
 
     def __str__(self) -> str:
@@ -173,7 +176,7 @@ def plan(
 
     Raises:
         Unsupported: no plan fits, a type was not measured, or all devices are lost.
-        ValueError: an invalid method, solver, deadline, schedule or `running`.
+        ValueError: the method, solver, deadline, a schedule or `running` is invalid.
     """
     check_question(method, deadline_s, solver)
     for name in schedules:
@@ -191,10 +194,10 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` before the costs are computed, which takes long.
+    """Check the arguments of `plan` before the slow computation of costs.
 
     Raises:
-        ValueError: an invalid method, solver or deadline.
+        ValueError: the method, solver or deadline is invalid.
     """
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
@@ -425,7 +428,7 @@ def _check_copies(costs: Costs) -> None:
         raise Unsupported(
             f"{costs.home.copies} copies of the state need different nodes, but only node {running.pop()} runs",
             where="plan",
-            remedy="plan with a home of one copy, or with a device of another node",
+            remedy="plan with a home of one copy, or add a device on another node",
         )
 
 

@@ -16,7 +16,7 @@ class Policy:
         gain: fraction of the best static strategy's time that choosing a strategy in every iteration must save.
         sample: number of mini-batches for this comparison.
         workers: number of processes that plan ahead; 0: plan when a step begins.
-        ahead: maximum mini-batches that are being planned or wait for their step.
+        ahead: maximum number of mini-batches that are being planned or wait for their step.
         patience_s: seconds that a step waits for its plan before it uses the quick plan.
     """
 
@@ -53,7 +53,7 @@ class Decision:
             return "a strategy is chosen every iteration: no candidate fits all sample mini-batches"
         what = f"{self.gain:.1%} less time than {names[self.static]} alone"
         if self.dynamic:
-            return f"a strategy is chosen every iteration: {what} is expected"
+            return f"a strategy is chosen every iteration, which is expected to take {what}"
         return (
             f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, but at least "
             f"{gain:.1%} less is required"

@@ -323,7 +323,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return each rank's bytes as linear functions of its share of the state: at peak activations, and at the end."""
+    """Return each rank's memory as linear functions of its share of the state, at peak activations and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))

@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 QUICK = Effort(kicks=1, enough=2e-2)
 SIMULATED = 3
-# Maximum reassignments while a rank has too little memory.
+# Maximum number of reassignments while a rank has too little memory.
 ROUNDS = 8
-# Maximum ranks for simulations.
+# Maximum number of ranks for which strategies are simulated.
 FEW = 128
 
 
@@ -43,9 +43,9 @@ class Varied:
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
-        """Return approximate seconds of every mini-batch.
+        """Return the approximate time of every mini-batch.
 
-        The seconds are infinite for mini-batches that do not fit, and for all mini-batches if the mean without traffic
+        The time is infinite for mini-batches that do not fit, and for all mini-batches if the mean without traffic
         reaches `below_s`.
         """
         if strategy not in self.priced:
@@ -184,7 +184,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of an iteration's seconds; it simulates if stages are shared, stream or offload."""
+    """Return an estimator of an iteration's time; it simulates if stages are shared, stream or offload."""
     if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

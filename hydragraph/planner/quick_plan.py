@@ -21,7 +21,7 @@ OVERHEAD_TOKENS = 32
 MICRO_BATCH_TOKENS = 8192
 # Minimum tokens of a micro-batch that is assumed to use a device well.
 USEFUL_TOKENS = 256
-# Minimum micro-batches per stage: limits a pipeline's bubble to a third.
+# Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
 
 
@@ -60,15 +60,15 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     Raises:
         Unsupported: a sequence is longer than every MaxLen.
     """
-    # All ranks must agree on ties.
+    # All ranks must break ties in the same way.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
         fitting = [p for p, pipeline in enumerate(pipelines) if lengths[i] <= pipeline.max_len]
         if not fitting:
             raise Unsupported(
-                f"sequence {i} has {lengths[i]} tokens, more than any pipeline fits "
-                f"({max(p.max_len for p in pipelines)})",
+                f"sequence {i} has {lengths[i]} tokens, more than any pipeline can hold "
+                f"(at most {max(p.max_len for p in pipelines)})",
                 where="planner",
                 remedy="truncate it, or give more devices to a pipeline",
             )

@@ -69,7 +69,7 @@ def offers(
         except Unsupported as error:
             refused = refused or error
     if not rental_offers:
-        assert refused is not None, "the budget must pay for some node"
+        assert refused is not None, "the budget must pay for at least one node"
         raise refused
     return sorted(rental_offers, key=lambda each: each.plan.seconds)
 

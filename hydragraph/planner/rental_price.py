@@ -44,7 +44,7 @@ class RentalPrices:
         per_hour = {name: named.get(name, named.get("", math.nan)) for name in cluster.types}
         without = [name for name, price in per_hour.items() if math.isnan(price)]
         if without:
-            raise ValueError(f"--price: {without[0]} has no price: add --price {without[0]}=DOLLARS")
+            raise ValueError(f"{without[0]} has no price: add --price {without[0]}=DOLLARS")
         return cls(cluster, per_hour)
 
     def hour(self, strategy: Strategy) -> float:

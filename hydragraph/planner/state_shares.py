@@ -74,7 +74,7 @@ def _of_node(parts: Floats, nodes: Sequence[int]) -> Floats:
 
 
 def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
-    """Return each rank's seconds k to own the whole state; infinite for lost ranks."""
+    """Return the seconds k that each rank would need to own the whole state; infinite for lost ranks."""
     elements = sum(bucket.size for bucket in costs.buckets)
     replicas = len(strategy.pipelines)
     several = costs.ranks > 1
@@ -136,7 +136,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state without room; with two copies, a node can own at most one of them."""
+    """Return the fraction of the state that does not fit; with two copies, a node can own at most one of them."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -177,7 +177,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     """Return a home chosen by block (`cost.home_choice`).
 
     Args:
-        given: a home whose copies and nodes are kept; it is returned without a rule if too few nodes are left.
+        given: home whose copies and nodes are kept; if too few nodes are left, it is returned without its rule.
         room: maximum elements per rank; None: no limit, and ranks own the blocks that they use.
     """
     nodes = _nodes(costs, given)

@@ -79,7 +79,7 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the strategy with the least memory (highest degree, all streamed) fits `times` the memory."""
+    """Return whether the strategy with the least memory (highest degree, all streamed) fits in `times` the memory."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
@@ -118,7 +118,7 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
 
 
 def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the seconds of computation if all pipelines are always full."""
+    """Return the time of computation if all pipelines are always full."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
@@ -134,7 +134,7 @@ def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) 
 
 
 def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
-    """Return the slowest stage's seconds of pulls and pushes.
+    """Return the slowest stage's time for pulls and pushes.
 
     With pipelines of one stage, all ranks own state; otherwise the ranks that compute a layer own its state.
     """

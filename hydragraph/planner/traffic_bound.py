@@ -51,7 +51,7 @@ class Cards:
         self._speed = np.array([_speed(costs.cluster, number) for number in places])
 
     def least_s(self, strategy: Strategy) -> float:
-        """Return a lower bound on an iteration's seconds for busy pipelines without shared stages."""
+        """Return a lower bound on an iteration's time if every pipeline has work and no stage is shared."""
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0

@@ -14,7 +14,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Maximum sequences times devices; a larger set is reduced to its first mini-batches.
+# Maximum number of sequences times devices; larger sets are cut to their first mini-batches.
 WORK = 3_000_000
 
 
@@ -26,7 +26,7 @@ class _Tables:
 
 
 class TuningSet:
-    """Cached seconds of strategies for mini-batches.
+    """Cached times of strategies for mini-batches.
 
     Attributes:
         priced: seconds of computation for each mini-batch [B], by strategy.
@@ -47,7 +47,7 @@ class TuningSet:
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return a strategy's seconds for each mini-batch [B], infinite if the mini-batch does not fit."""
+        """Return a strategy's time for each mini-batch [B], infinite if the mini-batch does not fit."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:

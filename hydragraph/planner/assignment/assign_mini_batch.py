@@ -47,7 +47,7 @@ class PlannedAssignment(Assignment):
 
     Attributes:
         seconds: exact end of the last pipeline.
-        bound: lower bound on the seconds of any assignment.
+        bound: lower bound on the time of any assignment.
     """
 
     seconds: float = 0.0
@@ -129,7 +129,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
 
 
 def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
-    """Return cost terms that give a lower bound on a stage's seconds."""
+    """Return cost terms that give a lower bound on a stage's time."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
     return stage_terms(problem.kinds, len(problem.lengths), int(problem.lengths[-1]))
@@ -197,7 +197,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Micr
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Divide each pipeline's sequences into micro-batches; also return its seconds by Appendix D.1 [P]."""
+    """Divide each pipeline's sequences into micro-batches; also return its time by Appendix D.1 [P]."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)

@@ -22,7 +22,7 @@ class Verdict:
     Attributes:
         seconds: expected seconds, including `charge`; infinite if no assignment was computed.
         bound: lower bound on `seconds`.
-        charge: seconds of an iteration beyond the slowest pipeline.
+        charge: seconds that an iteration takes beyond its slowest pipeline.
         why: reason why the candidate lost; "" for the winner.
     """
 
@@ -101,7 +101,7 @@ def compare_pipelines(
     fitting = [i for i, limit in enumerate(reach) if limit >= longest]
     if not fitting:
         raise Unsupported(
-            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than fit any candidate "
+            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than any candidate can hold "
             f"(at most {max(reach)})",
             where="planner",
             remedy="truncate it (max_length in the data), or add a candidate with a pipeline of more devices",

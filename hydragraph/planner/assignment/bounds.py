@@ -1,8 +1,8 @@
 """Lower bound on the last pipeline's end: the linear relaxation over kinds of pipelines.
 
-Minimize theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x, sum_i min_t
-lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every z by which some assignment ends. The linear
-program, on groups of similar lengths, only finds good prices.
+Minimize theta subject to sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x, sum_i
+min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every z by which some assignment ends. The
+linear program is solved for groups of similar lengths, only to find good prices.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
@@ -12,8 +12,9 @@ program, on groups of similar lengths, only finds good prices.
     lambda       [K]     `prices`: the duals of the capacities
 
 `schedule_bound` adds bounds from the schedule, for kinds whose backward is one action (`HOLDS_FOR`). If the shortest of
-some sequences takes t seconds to reach a stage forward, and u seconds to return from it backward, the pipeline ends no
-earlier than t + u plus these sequences' time on the stage. Bounds for all sequences above some length:
+some sequences takes t seconds to reach a stage in the forward, and u seconds to return from it in the backward, the
+pipeline ends no earlier than t + u plus these sequences' time on the stage. Bounds for all sequences longer than some
+length:
 
     divided     the relaxation, with room z - t - u on each pipeline
     pigeonhole  by z, each pipeline finishes a whole number of the p longest sequences, and all pipelines together p
@@ -42,7 +43,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Numbers of groups of similar lengths, and of rounds, of the linear program.
+# Number of groups of similar lengths in the linear program, and number of its rounds.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6
@@ -53,7 +54,7 @@ class Relaxation:
     """Solution of the relaxation.
 
     Attributes:
-        seconds: lower bound on the seconds of any assignment.
+        seconds: lower bound on the time of any assignment.
     """
 
     seconds: float
@@ -65,7 +66,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     """Return the relaxation.
 
     Args:
-        capacity: function of z that does not decrease.
+        capacity: nondecreasing function of the deadline z.
         start: the end of some assignment.
     """
     if not len(cost):
@@ -118,7 +119,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     )
     if solution.x is None:  # no kind has room for some sequence
         return np.ones(kinds), np.zeros_like(cost)
-    # The dual prices may be negative by rounding.
+    # Rounding may make dual prices negative.
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = solution.x[:-1]
     prices = np.maximum(-solution.ineqlin.marginals, 0.0)
@@ -138,7 +139,7 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 @dataclass(frozen=True, eq=False)
 class Least:
-    """Minimum seconds of sequences on one stage of each kind of pipeline.
+    """Minimum time of each sequence on one stage of each kind of pipeline.
 
     Attributes:
         work: seconds of each sequence [n, K], infinite if it does not fit.
@@ -159,10 +160,10 @@ class Least:
 
 
 def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
-    """Return the minimum seconds of sequences.
+    """Return the minimum time of each sequence.
 
     Args:
-        terms: lower bounds of the kinds' terms (`stage_terms` with `shortest`).
+        terms: lower bounds on the kinds' terms (`stage_terms` with `shortest`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)

@@ -240,7 +240,7 @@ def quick_end(instance: Instance) -> float:
 
 @compiled
 def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
-    """Alg. 1: assign each sequence to the pipeline that delays the last end least; return the best of several orders.
+    """Alg. 1: assign each sequence where it delays the last end least; return the best of several orders.
 
     Args:
         orders: order of the sequences in each trial [trials, n].
@@ -293,7 +293,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the earliest time when `pipelines` pipelines have ended."""
+    """Return the earliest time when at least `pipelines` pipelines have ended."""
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -326,7 +326,7 @@ def best_step(
     A step moves sequence i from p to q, or swaps it for a shorter sequence k of q.
 
     Args:
-        horizon: maximum end of a partner.
+        horizon: latest end of a partner.
 
     Returns:
         The later end, i, k (-1: a move), q; i is -1 if no step helps.
@@ -425,7 +425,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @partial(compiled, shared=True)
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Iterated local search in place: move a few sequences at random, descend, keep the result unless worse."""
+    """Iterated local search in place: move a few sequences at random, descend, keep the result unless it is worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
     n = len(placed)

@@ -108,7 +108,7 @@ def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> I
 
 @compiled
 def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats) -> float:
-    """Return a packing's seconds, infinite if it is incomplete."""
+    """Return a packing's time, infinite if the packing is incomplete."""
     if placed.min() < 0:
         return np.inf
     loads = np.zeros(count)
@@ -121,11 +121,11 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats
 def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
     """Return the best packing: seconds, lower bound, V, and each sequence's micro-batch.
 
-    V is in ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), or larger if no such packing exists.
+    V is between ceil(sum l / MaxLen) and floor(sum l / UtilLen) (Appendix C), or larger if no such packing exists.
 
     Args:
         terms: coefficients of the pipeline's kind; see `local_search`.
-        kicks: number of kicks (`local_search.kick`) for each of the best V.
+        kicks: number of kicks (`local_search.kick`) for each of the best values of V.
     """
     n = len(work)
     total = work.sum()
@@ -189,7 +189,7 @@ def form_in_order(
     table: ScheduleTable,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` with micro-batches in the order that ends first, and this end.
+    """Return the result of `form` with its micro-batches in the order that ends earliest, and this end.
 
     Args:
         stages: number of stages, including interleaved stages.
@@ -205,7 +205,7 @@ def form_in_order(
         costs[placed[i]] += work[i]
         used[placed[i]] = True
     share = (terms[BUBBLE] + 1.0) / stages
-    number = np.zeros(count, np.int64)  # numbers without empty micro-batches
+    number = np.zeros(count, np.int64)  # micro-batches renumbered without the empty ones
     used_count = 0
     for j in range(count):
         if used[j]:

@@ -41,7 +41,7 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """For each set of sequences that fit the same kinds of pipelines: the greatest length, and the kinds."""
+        """Greatest length of each set of sequences that fit the same kinds of pipelines, and these kinds."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]

@@ -38,9 +38,9 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Fraction of the last end that a step must save: large savings first.
+# Fraction of the last end that a step must save; larger savings are tried first.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum forwards and backwards that a search simulates.
+# Maximum number of forwards and backwards that a search simulates.
 TASKS = 500_000
 TRIAL = 20
 
@@ -345,7 +345,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return a lower bound on the seconds of pipeline q's busiest stage with sequence i and without k (-1: none)."""
+    """Return a lower bound on the time of pipeline q's busiest stage with sequence i and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0

@@ -1,7 +1,7 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
-The search starts from the rounded relaxation, longest first, Alg. 1 of Hydraulis, and longest first with random
-pipelines that refuse long sequences.
+The starting points are the rounded relaxation, longest first, Alg. 1 of Hydraulis, and variants of longest first in
+which random pipelines refuse long sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Effort:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Numbers of shuffles of Alg. 1, and of starts with refusing pipelines, for up to 10 pipelines.
+# Number of shuffles for Alg. 1, and of starts in which pipelines refuse sequences, for up to 10 pipelines.
 TRIALS = 100
 CAPS = 24
 DESCENTS = 4

@@ -72,10 +72,10 @@ def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
     """Reject invalid entities, and entities whose total memory is too small for the model."""
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
-        raise ValueError(f"kinds are {list(kinds)}: give at least one, of positive power, memory and count")
+        raise ValueError(f"kinds are {list(kinds)}: give at least one, with positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
         raise ValueError(
-            f"micro_batches is {micro_batches}, least_memory {least_memory}: give at least 1 and at least 0"
+            f"micro_batches must be at least 1 and least_memory at least 0, not {micro_batches} and {least_memory}"
         )
     there = sum(k.memory * k.count for k in kinds)
     if there < least_memory:
@@ -106,7 +106,7 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
 
     Raises:
         Unsupported: the total memory is less than one group needs, or cvxpy or SCIP is not installed.
-        ValueError: no entities, or a number is not positive.
+        ValueError: no entities are given, or a number is too small.
     """
     cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")
     check_entities(kinds, micro_batches, least_memory)

@@ -31,7 +31,7 @@ class Dispatch:
 
     Attributes:
         seconds: value of Eq. 3.
-        bound: lower bound on the seconds of any dispatch.
+        bound: lower bound on the time of any dispatch.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -57,7 +57,7 @@ def dispatch(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        bubble: (PP - 1) times the longest assigned sequence for "longest" (Eq. 2), or times MaxLen for "constant".
+        bubble: (PP - 1) T(longest assigned sequence) for "longest" (Eq. 2), (PP - 1) T(MaxLen) for "constant".
         method: "greedy" is Alg. 1; "exact" solves Eq. 3 through cvxpy (slow).
 
     Raises:

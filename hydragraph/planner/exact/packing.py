@@ -61,8 +61,8 @@ def pack(
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
         devices: number of devices that share the state; default: the pipeline's devices.
-        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "1f1b" is the result of these two that ends
-            first under 1F1B, after reordering.
+        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "1f1b" reorders the micro-batches
+            of these two results, and takes the one that ends first under 1F1B.
         method: "exact" solves Eq. 1 through cvxpy (slow).
 
     Raises:

@@ -88,7 +88,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of groups of one degree; remaining devices form few smaller groups, which come first."""
+    """Return the sizes of groups of one degree; remaining devices form a few smaller groups, which come first."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):

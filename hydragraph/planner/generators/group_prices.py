@@ -1,4 +1,4 @@
-"""Seconds and bytes of a mean layer on a healthy tensor-parallel group."""
+"""Time and memory of an average layer on a healthy tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return two factors that add messages to a stage's weight and gradient bytes: at peak activations, at the end.
+        """Return how much messages enlarge a stage's weights and gradients: factors at peak activations and at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
@@ -205,7 +205,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return every running rank's bytes for a mini-batch and for a share of the state in proportion to memory."""
+    """Return, for each running rank, the bytes of a mini-batch and of a share of the state in proportion to memory."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

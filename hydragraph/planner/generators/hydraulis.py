@@ -113,7 +113,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
     if not len(tokens) or devices < 1 or context < 1:
-        raise ValueError(f"{len(tokens)} sequences, {devices} devices, context {context}: give at least one of each")
+        raise ValueError(f"{len(tokens)} sequences, {devices} devices, context {context}: each must be at least 1")
     usable = [
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
@@ -144,7 +144,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Write F(l) in units of 1 / `steps` device, and the scheme and l' of the last interval.
+    """Write F(l) in units of 1 / `steps` of a device, and the scheme and l' of the last interval.
 
     Args:
         units: output: F of each level [levels + 1].
@@ -231,7 +231,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return the maximal neighboring integer strategies that fit the longest length."""
+    """Return strategies with rounded numbers of pipelines that fit the longest length and leave no room to round up."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
@@ -251,7 +251,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 
 
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
-    """Return an estimate of a strategy's seconds for all sequences up to a level.
+    """Return an estimate of a strategy's time for all sequences up to a level.
 
     Pipelines share a level in proportion to their speed. The levels above each scheme's longest sequence are also
     estimated alone; the largest estimate counts.

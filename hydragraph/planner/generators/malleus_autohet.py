@@ -17,10 +17,10 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Maximum partitions improved by exchanges, and maximum partitions kept.
+# Maximum number of partitions to improve by exchanges, and to keep.
 IMPROVED = 6
 KEPT = 12
-# Partitions are kept up to this multiple of the best partition's seconds.
+# Partitions are kept if they take at most this multiple of the best partition's time.
 WITHIN = 1.25
 # Groups slower than the healthiest by this factor may be left idle.
 SLOW = 1.5
@@ -74,7 +74,7 @@ def search(
     """
     nodes = nodes_of(costs)
     if not nodes:
-        raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
+        raise Unsupported("all devices are lost", where="plan", remedy="leave at least one rank running in the health")
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf

@@ -1,14 +1,14 @@
 """Distribution of layers if a rank may divide its memory in any proportion between its stage and its part of the state.
 
-The search gives every rank a fixed share of the state. First stages have the most micro-batches in flight; if they own
-less state, fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers
+The search gives every rank a fixed share of the state. The first stages have the most micro-batches in flight; if they
+own less state, fewer stages recompute. For bounds t_s on the times of stages, a dynamic program over stages and layers
 maximizes the room, the fraction of the state that the ranks of a stage can own:
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
 The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` its
 gradient bytes, and `beside` and `at_end` are bytes of an owner's messages. Bisection finds the least factor on all
-bounds that leaves enough room, and then a price of seconds within these bounds.
+bounds that leaves enough room, and then a price per second within these bounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 
 # Required room, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on stages' seconds: the largest factor that is a worthwhile gain, the maximum, and the minimum.
+# Factors on the stages' times: the largest that is a worthwhile gain, the maximum, and the minimum.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
@@ -50,8 +50,8 @@ class Stages(NamedTuple):
     """Stages of a pipeline, as arrays [S] or, with options, [S, O].
 
     Attributes:
-        layer, extra: seconds per layer, and of other blocks; infinite: no such option.
-        fixed, each, gradients: bytes of a rank: fixed, per layer, and of a layer's weights and gradients.
+        layer, extra: seconds per layer, and seconds of other blocks; infinite: no such option.
+        fixed, each, gradients: a rank's fixed bytes, bytes per layer, and bytes of a layer's weights and gradients.
         ranks, limit: tensor-parallel degree, and usable bytes of each rank.
     """
 
@@ -188,7 +188,7 @@ def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> 
 
 @compiled
 def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float, Ints, Ints]:
-    """Return the layers that maximize the room minus the price of seconds.
+    """Return the layers that maximize the room minus `price` times the sum of the stages' seconds.
 
     Args:
         bound: maximum seconds of a stage.

@@ -68,11 +68,11 @@ def staged(
         until: deadline of the search, which then returns its results so far, possibly none.
 
     Raises:
-        Unsupported: no plan was found, or devices are of too many types or rates.
+        Unsupported: no plan was found, or the devices have too many types or rates.
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
-    likely: set[Strategy] = set()  # these fit with the search's number of micro-batches in flight
+    likely: set[Strategy] = set()  # plans with no more micro-batches in flight than the search assumed
     laid: dict[object, Staged | None] = {}
     for recompute in (False, True):
         if is_late(until):
@@ -87,7 +87,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # no plan fits with this number in flight
+                continue  # no plan fits with this many micro-batches in flight
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)
@@ -98,16 +98,16 @@ def staged(
                     likely.add(plan.strategy)
     if not laid and not is_late(until):
         raise Unsupported(
-            f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices hold the model's "
-            f"{costs.outline.layers} layers for {sequences} sequences of {length} tokens",
-            where="plan, stages as Metis forms them",
-            remedy='use method="auto", more devices or shorter sequences; or profile larger degrees or --recompute',
+            f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices have enough memory for the model's "
+            f"{costs.outline.layers} layers and {sequences} sequences of {length} tokens",
+            where="plan with Metis's stages",
+            remedy='use method="auto", more devices or shorter sequences, or profile more degrees or with --recompute',
         )
     return sorted(plans.values(), key=lambda plan: (plan.strategy not in likely, plan.seconds))
 
 
 class TypedDevices:
-    """Running devices in Metis's terms: different rates are different types."""
+    """Running devices in Metis's terms: devices of different rates are of different types."""
 
     def __init__(self, costs: Costs) -> None:
         cluster = costs.cluster
@@ -119,7 +119,7 @@ class TypedDevices:
                 nodes.setdefault((cluster.node_of(rank), kind), []).append(rank)
         if not nodes:
             raise Unsupported(
-                "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
+                "all devices are lost", where="plan", remedy="leave at least one rank running in the health"
             )
         # In another order, groups of 1, 2, 4, ... ranks would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
@@ -136,8 +136,8 @@ class TypedDevices:
             types[kind] = MetisDeviceType(bandwidth, max(memory, 1e-9))
         if len(types) > _MOST_TYPES:
             raise Unsupported(
-                f"devices are of {len(types)} types and rates, too many to try in every order",
-                where="plan, stages as Metis forms them",
+                f"the devices have {len(types)} combinations of type and rate, too many to try in every order",
+                where="plan with Metis's stages",
                 remedy='use method="auto" or "straggler"',
             )
         self.cluster = MetisCluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))

@@ -46,9 +46,9 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     """Spread layers over the stages of a pipeline.
 
     Args:
-        count: micro-batches, at least 1.
+        count: number of micro-batches, at least 1.
         layer, extra: seconds per layer, and of other blocks, by stage and option [S, O].
-        cap: maximum layers [S, O]; 0: unusable.
+        cap: maximum number of layers [S, O]; 0: unusable.
 
     Returns:
         Sum and maximum of stages' seconds (infinite if layers do not fit), layers [S], options [S].

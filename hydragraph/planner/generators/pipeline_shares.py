@@ -31,7 +31,7 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
     """Return the least T; infinite if no pipeline can run.
 
     Args:
-        first, each: seconds of the first and every further micro-batch [K].
+        first, each: seconds of the first, and of every further micro-batch [K].
         alike: number of pipelines of each kind [K].
     """
     high = np.inf

@@ -27,7 +27,7 @@ from hydragraph.spec.stage_kind import StageKind
 Multiset = tuple[int, ...]  # forms by index, ascending
 # Every number of pipelines up to this is tried.
 EVERY = 16
-# Maximum partitions priced per improvement.
+# Maximum number of partitions priced per improvement.
 EXCHANGES = 1500
 
 
@@ -37,7 +37,7 @@ class Laid:
 
     Attributes:
         first_s: seconds of the first micro-batch, including `exposed_s`.
-        exposed_s: seconds of pull and push without overlap.
+        exposed_s: seconds of pull and push that computation does not hide.
         each_s: seconds of every further micro-batch.
         traffic_s: seconds of the slowest rank's pull and push, without other traffic.
         stages_s: seconds of each stage for a micro-batch [stages].
@@ -108,7 +108,7 @@ class Bench:
 
     @property
     def least_bytes(self) -> float:
-        """Minimum bytes of all layers, with one micro-batch in flight."""
+        """Minimum memory of all layers in bytes, with one micro-batch in flight."""
         options = [option for every in self.options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
@@ -156,11 +156,11 @@ class Bench:
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
-        """Return the seconds of an iteration.
+        """Return the time of an iteration in seconds.
 
         Args:
             pipelines: multiset of groups -> number of pipelines made of it.
-            worth: from this many seconds on, a lower bound is returned.
+            worth: if the result reaches this number, it may be only a lower bound.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))

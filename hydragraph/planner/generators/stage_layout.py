@@ -124,7 +124,7 @@ def timed(
 
 @compiled
 def exposed(seconds: Floats, passing: Floats) -> float:
-    """Return the exposed seconds of pull and push.
+    """Return the exposed time of pull and push.
 
     Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
 

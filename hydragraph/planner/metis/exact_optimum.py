@@ -6,7 +6,7 @@ is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-with t a stage's milliseconds per micro-batch, o of its update and g of its gradients (`metis_cost` has the other
+with t, o and g the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` has the other
 terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label A dominates B
 if
 
@@ -54,8 +54,8 @@ class Options(NamedTuple):
         begin: first option of each rank, and the end [N + 1].
         size, dp, tp: ranks, replicas, and ranks of a replica [O].
         first_row: first row of `upto`; a stage takes the largest difference of its rows [O + 1].
-        upto: milliseconds of the first layers [R, L + 1].
-        held: largest MB of the first layers [rows, L + 1].
+        upto: milliseconds of the first l layers [R, L + 1].
+        held: MB of the first l layers, each on the type that needs most [rows, L + 1].
         memory_row: row of `held` [O].
         limit: MB of all devices, or of the smallest device [O].
         bandwidth: least bandwidth of the stage's types [O].
@@ -263,7 +263,7 @@ def replica_rows(
 
 @compiled
 def took(o: Options, option: int, first: int, end: int) -> float:
-    """Return a micro-batch's milliseconds in layers first to end - 1."""
+    """Return a micro-batch's time in layers first to end - 1, in milliseconds."""
     slowest_ms = 0.0
     for row in range(o.first_row[option], o.first_row[option + 1]):
         slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
@@ -286,13 +286,13 @@ def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
 
 @compiled
 def updating(tables: Tables, o: Options, option: int, count: int) -> float:
-    """Return the optimizer's milliseconds for `count` layers."""
+    """Return the optimizer's time for `count` layers, in milliseconds."""
     return float(tables.optimizer / o.tp[option] * count / tables.share.size)
 
 
 @compiled
 def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> float:
-    """Return the milliseconds of gradients of layers first to end - 1."""
+    """Return the time to transfer the gradients of layers first to end - 1, in milliseconds."""
     dp = o.dp[option]
     ms_per_byte = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
     return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
@@ -302,7 +302,7 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
     """Return lower bounds on completions after n ranks and l layers.
 
     Args:
-        caps: caps on a stage's milliseconds, ascending [K].
+        caps: caps on a stage's time in milliseconds, ascending [K].
 
     Returns:
         sums: least sum of stages no slower than each cap [N + 1, L + 1, K].
@@ -364,7 +364,7 @@ def best_labels(
     """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
-        Origin of each label; the plan's last label, -1: none; number of labels.
+        Origin of each label; the plan's last label (-1: none); number of labels.
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
@@ -478,8 +478,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, the existing label, priced with the next stage's least bandwidth (`slow`), must be
-    better than the new label, priced with the largest.
+    If pending transfers differ, the existing label must be better even if its transfer has the next stage's least
+    bandwidth (`slow`) and the transfer of the new label has the largest.
     """
     label = head
     while label >= 0:

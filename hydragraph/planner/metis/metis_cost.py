@@ -31,7 +31,7 @@ PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generato
 
 
 def parts(plan: StagePlan) -> dict[str, float]:
-    """Return the milliseconds of each part of a plan's cost.
+    """Return each part of a plan's cost in milliseconds.
 
     Faulty plans (`StagePlan.faults`) are priced as in Metis.
 
@@ -55,13 +55,13 @@ def parts(plan: StagePlan) -> dict[str, float]:
     )
     if not np.isfinite(parts_ms).all():
         raise ValueError(
-            f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage: measure it first"
+            f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage; measure it first"
         )
     return dict(zip(PARTS, map(float, parts_ms), strict=True))
 
 
 def cost(plan: StagePlan) -> float:
-    """Return the milliseconds of a plan's iteration.
+    """Return the time of a plan's iteration in milliseconds.
 
     Raises:
         ValueError: see `parts`.
@@ -82,7 +82,7 @@ def price(
         kinds: type of each rank [N].
         groups, dp, tp: number of ranks, replicas, and ranks per replica of each stage [S].
         bounds: first layer of each stage, and the end [S + 1].
-        count: number of stages to price: S, or 1, as Metis sometimes does.
+        count: number of stages to price; Metis sometimes prices only the first.
     """
     layers = tables.share.size
     parts_ms = np.zeros(6)
@@ -125,7 +125,7 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether a group has one type; types are consecutive."""
+    """Return whether all ranks of a group have one type; the ranks of a type are consecutive."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 
@@ -140,7 +140,7 @@ def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float
 
 @compiled
 def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int) -> float:
-    """Return milliseconds outside layers, on the slowest type; infinite if unknown."""
+    """Return the milliseconds spent outside layers on the slowest type; infinite if not measured."""
     m = size_index(tables, mbs)
     most = -np.inf
     for rank in range(start, start + size):
@@ -155,7 +155,7 @@ def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int
 
 @compiled
 def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
-    """Return a rank's bytes of parameters."""
+    """Return the size in bytes of one rank's parameters in layers first to end - 1."""
     middle = end - first
     total_bytes = 0.0
     if first == 0:
@@ -169,7 +169,7 @@ def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
 
 @compiled
 def size_index(tables: Tables, mbs: int) -> int:
-    """Return the entry of a micro-batch size; -1: not measured."""
+    """Return the index of a micro-batch size in the tables; -1: not measured."""
     return int(tables.size_at[mbs]) if 0 < mbs < tables.size_at.size else -1
 
 
@@ -177,7 +177,7 @@ def size_index(tables: Tables, mbs: int) -> int:
 def stage_ms(
     tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, first: int, end: int, batches: int
 ) -> float:
-    """Return milliseconds in layers first to end - 1; infinite if not measured."""
+    """Return the milliseconds spent in layers first to end - 1; infinite if not measured."""
     if one_type(kinds, start, size):
         kind = kinds[start]
         m = size_index(tables, tables.batch // dp // batches)
@@ -199,7 +199,7 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return a replica's milliseconds, summed over the binary digits of its number of samples."""
+    """Return a replica's time in milliseconds, summed over the binary digits of its number of samples."""
     total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:

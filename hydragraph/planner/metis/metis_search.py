@@ -80,7 +80,7 @@ def search(
     if order == "exact":
         return exact(problem, bool(mixed_tp), groups or "all")
     if groups is not None:
-        raise ValueError(f"groups is {groups!r}: leave it out, or use order='exact'")
+        raise ValueError(f"groups is {groups!r}, but order is {order!r}: leave groups out, or use order='exact'")
     return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 
@@ -94,7 +94,8 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # Plans are searched by their smallest stage: each of S stages has at least ranks // S ranks.
+        # With S stages, each stage must have at least ranks // S ranks. So search once for each minimum stage size, and
+        # only among plans with enough stages for that minimum.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
@@ -159,13 +160,13 @@ def _nothing(problem: MetisProblem, metis_groups: bool) -> str:
     most = min(ranks, problem.layers)
     if metis_groups and not any(True for stages in range(1, most + 1) for _ in divisions(ranks, stages)):
         return (
-            f"no plan: Metis cannot divide {ranks} devices into at most {most} stages, since every stage must have "
+            f"no plan exists, because Metis cannot divide {ranks} devices into at most {most} stages if each must have "
             'at least an equal part, rounded down: use order="exact" with groups="all"'
         )
     memory = sum(problem.cluster.types[kind].memory_gb * n for kind, n in problem.cluster.counts.items())
     return (
-        f"no plan for {problem.batch} sequences on {problem.cluster.devices} devices of {memory:g} GB together fits: "
-        "use more devices or fewer layers, or profile larger degrees or further micro-batch sizes"
+        f"no plan for {problem.batch} sequences fits on {problem.cluster.devices} devices with {memory:g} GB in total: "
+        "use more devices or fewer layers, or profile higher degrees or more micro-batch sizes"
     )
 
 

@@ -8,7 +8,7 @@ changes first:
     NAIVE   the stage with the least memory left in the last division that fitted; if none, that with the largest dp
     MEMORY  the stage most short of memory at the first attempt; if all fitted, the stage with the least memory left
 
-A walk ends with the first plan that fits at once, or when no stage can change. As in Table 1, only steps that led to a
+A walk ends when a plan fits at the first attempt, or no stage can change. As in Table 1, only steps that led to a
 plan are counted.
 
     capacity[s]  [S]    fraction of all stages' speeds
@@ -73,7 +73,7 @@ def walk(
     mixed_tp: bool,
     stages: int,
 ) -> tuple[int, float, int, Ints, float, int, Ints]:
-    """Walk the degrees of divisions into S stages; return the fields of `Best`.
+    """Walk the degrees of each division into S stages; return the fields of `Best`.
 
     Args:
         kinds: type of each rank [N].
@@ -294,8 +294,8 @@ def memory_mb(
 ) -> bool:
     """Write each stage's MB as Metis counts them; return whether all stages were measured.
 
-    As in Metis, all stages use rank 0's measurements, and a stage of mixed types divides samples as if over all
-    devices.
+    As in Metis, all stages use the measurements of rank 0's type, and a stage of mixed types divides its samples as if
+    it had all devices. If memory is per rank, the type that needs most counts.
     """
     kind = kinds[0]
     start = 0
@@ -484,7 +484,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write the stage that has more than half of each layer's pieces; layers without such a stage are lost."""
+    """Write, for each layer, the stage that has more than half of its pieces; layers without such a stage are lost."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):
@@ -517,7 +517,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer to the stage with most capacity from a neighbor, unless the maximum rises; return success."""
+    """Move a layer from a neighbor to the stage with most capacity, unless this raises the maximum; return success."""
     count = capacity.size
     most = 0
     for s in range(1, count):

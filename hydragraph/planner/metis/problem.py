@@ -6,7 +6,7 @@ M  measured micro-batch sizes, ascending; `size_at[mbs]` is an index, -1: not me
 L  layers
 
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
-sync[t, d, m]       [T, D, M]         milliseconds besides the layers
+sync[t, d, m]       [T, D, M]         milliseconds outside the layers
 memory[t, d, m, l]  [T, D, M, L]      MB of layer l
 known[t, d, m]       [T, D, M]         whether this configuration was measured
 """
@@ -40,7 +40,9 @@ class Tables(NamedTuple):
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    share: Floats  # [L]: each layer's fraction of the milliseconds of the first type, at degree and size 1
+    # [L]: each layer's fraction of the total layer time on the profile's first device type, at tensor-parallel degree 1
+    # and micro-batch size 1; 1 / L each if that was not measured
+    share: Floats
     bandwidth: Floats  # [T], in 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
     parameters: Floats  # [3]: bytes of the first, middle and last layer
@@ -178,14 +180,14 @@ class StagePlan:
         if not len(self.groups) == len(self.degrees) == len(self.layers) or not self.groups:
             raise ValueError(f"{self}: give equally many groups, degrees and layers, at least one of each")
         if any(dp * tp != group or tp & (tp - 1) for (dp, tp), group in zip(self.degrees, self.groups, strict=True)):
-            raise ValueError(f"{self}: each dp * tp must be its group's ranks, and tp a power of two")
+            raise ValueError(f"{self}: dp * tp of each stage must equal its number of ranks, and tp be a power of two")
         devices = self.problem.cluster.devices
         if sum(self.groups) > devices:
-            raise ValueError(f"{self}: the groups have {sum(self.groups)} ranks: use at most the cluster's {devices}")
+            raise ValueError(f"{self}: use at most the cluster's {devices} ranks, not {sum(self.groups)}")
         if sum(self.layers) > self.problem.layers or min(self.layers) < 0:
             raise ValueError(
-                f"{self}: the model has {self.problem.layers} layers: give stages at most as many in total, and each "
-                "at least 0"
+                f"{self}: give the stages at most the model's {self.problem.layers} layers in total, and each stage at "
+                "least 0"
             )
         if self.batches < 1:
             raise ValueError(f"{self}: give at least one micro-batch")
@@ -208,7 +210,7 @@ class StagePlan:
 
     @property
     def lost_sequences(self) -> int:
-        """Maximum sequences that a stage omits: Metis rounds batch // dp // B down."""
+        """Maximum number of sequences that a stage omits, because Metis rounds batch // dp // B down."""
         batch = self.problem.batch
         return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
 

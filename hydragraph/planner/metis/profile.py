@@ -18,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# The times of optimizer and batch generator are those of the largest measured degree and size up to this number.
+# The optimizer's and batch generator's times come from the largest measured degree and size that are at most this.
 _MEASURED = 4
 
 
@@ -38,7 +38,7 @@ class Measurement:
     def __post_init__(self) -> None:
         if len(self.layers_ms) != len(self.memory_mb):
             raise ValueError(
-                f"{len(self.layers_ms)} layers have times and {len(self.memory_mb)} have memory: give both"
+                f"{len(self.layers_ms)} layers have times, but {len(self.memory_mb)} have memory: give both for all"
             )
         numbers = (*self.layers_ms, *self.memory_mb, self.forward_backward_ms)
         if not all(math.isfinite(x) and x >= 0 for x in numbers) or not sum(self.layers_ms) > 0:
@@ -64,11 +64,11 @@ class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: layers are balanced by the type of the first measurement.
+        measurements: layers are balanced by their times on the first measurement's type.
         parameters_bytes: parameter bytes of the first, middle and last layer.
         optimizer_ms: optimizer step of the whole model.
         hidden: numbers that a layer sends per token.
-        vocabulary: numbers per token of the output.
+        vocabulary: numbers that the last layer outputs per token.
     """
 
     measurements: Mapping[tuple[str, int, int], Measurement]
@@ -83,7 +83,7 @@ class MetisProfile:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(
-                f"measurements have {sorted(depths)} layers: give at least one, all of equally many layers"
+                f"measurements have {sorted(depths)} layers: give at least one, all of the same number of layers"
             )
 
     @cached_property
@@ -105,8 +105,8 @@ class MetisProfile:
         equal = all(len(set(measurement.layers_ms[1:-1])) == 1 for measurement in self.measurements.values())
         if self.layers < 3 or layers < 2 or not equal:
             raise ValueError(
-                f"the profile has {self.layers} layers and the plan {layers}: stretching needs a profile of at least 3 "
-                f"layers with equal middle layers, and a plan of at least 2; profile the model with {layers} layers"
+                f"the profile has {self.layers} layers and the plan {layers}: profile the model with {layers}, because "
+                "stretching needs at least 3 profiled layers with equal middle layers, and at least 2 planned layers"
             )
         return replace(
             self,
@@ -126,7 +126,7 @@ class MetisProfile:
         """Read files of measurements, or a folder of files named like Metis's.
 
         Args:
-            layers: number of layers to read if a file has several numbers; default: the least.
+            layers: number of layers of the model to read if a file has several such models; default: the least.
             hidden, sequence, vocabulary: required if no file contains them; Metis's own files do not.
 
         Raises:
@@ -186,7 +186,7 @@ def _entries(file: Path, layers: int | None) -> Iterator[_Entry]:
 def _own(name: str, record: Mapping[str, Any]) -> _Entry:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name}: name a file of one measurement like DeviceType.A100_tp1_bs1.json")
+        raise ValueError(f"{name}: rename this file to a form like DeviceType.A100_tp1_bs1.json")
     times = record["execution_time"]
     parameters = record["model"]["parameters"]["parameters_per_layer_bytes"]
     measurement = Measurement(
@@ -255,7 +255,7 @@ def _by_number_of_layers(record: Mapping[str, Any], layers: int | None) -> Itera
 def _degree_and_size(key: str) -> tuple[int, int]:
     match = _KEY.fullmatch(key)
     if match is None:
-        raise KeyError(f"{key!r}: name a measurement like tp2_bs4")
+        raise KeyError(f"{key!r} must have the form tp2_bs4")
     return int(match[1]), int(match[2])
 
 

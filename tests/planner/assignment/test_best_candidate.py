@@ -34,7 +34,7 @@ def test_candidates_that_are_too_short_say_so_and_none_is_an_error() -> None:
     found = planner.compare(CANDIDATES, PROFILE, [reach + 1, 10])
     assert found.index != 1
     assert f"do not fit (MaxLen {reach})" in found.verdicts[1].why
-    with pytest.raises(hg.Unsupported, match=r"sequence 1 has 9999999 tokens, more than fit any candidate"):
+    with pytest.raises(hg.Unsupported, match=r"sequence 1 has 9999999 tokens, more than any candidate can hold"):
         planner.choose(CANDIDATES, PROFILE, [10, 9_999_999])
     with pytest.raises(ValueError, match="at least one strategy"):
         planner.choose([], PROFILE, [10])

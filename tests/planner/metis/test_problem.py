@@ -57,10 +57,10 @@ def test_sequences_that_do_not_come_out_even_are_counted() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"degrees": ((1, 1), (2, 1))}, "must be its group's ranks"),
+        ({"degrees": ((1, 1), (2, 1))}, "must equal its number of ranks"),
         ({"groups": (2,)}, "equally many groups, degrees and layers"),
-        ({"groups": (2, 4), "degrees": ((1, 2), (4, 1))}, "have 6 ranks: use at most the cluster's 4"),
-        ({"layers": (1, 99)}, "the model has"),
+        ({"groups": (2, 4), "degrees": ((1, 2), (4, 1))}, "use at most the cluster's 4 ranks, not 6"),
+        ({"layers": (1, 99)}, "at most the model's"),
         ({"batches": 0}, "at least one micro-batch"),
     ],
 )

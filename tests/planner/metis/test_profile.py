@@ -114,7 +114,7 @@ def test_only_equal_middle_layers_are_stretched() -> None:
 
 
 def test_measurements_are_numbers() -> None:
-    with pytest.raises(ValueError, match="2 layers have times and 1 have memory"):
+    with pytest.raises(ValueError, match="2 layers have times, but 1 have memory"):
         Measurement((1.0, 2.0), 3.0, (1.0,))
     with pytest.raises(ValueError, match="finite"):
         Measurement((1.0, float("nan")), 3.0, (1.0, 1.0))
