@@ -26,7 +26,7 @@ from hydragraph.engine.automatic_plan import Subject, plan_automatically
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
 from hydragraph.engine.compiled_model import ExecutableOptions
 from hydragraph.engine.executable import Executable
-from hydragraph.engine.recovery import survive
+from hydragraph.engine.recovery import begin_with_fewer, home_for, seats_of_fewer, survive
 from hydragraph.frontend import capture as frontend
 from hydragraph.frontend.check.check_once import check_here, check_on_hosts, mode_of
 from hydragraph.frontend.check.numeric_check import CheckedModel
@@ -191,6 +191,7 @@ def compile(
     automatic = isinstance(strategy, str) and strategy == "auto"
     world = apart(device) if apart_now else join(device)
     world.watch.progress_s = progress_s
+    fewer = () if apart_now else seats_of_fewer(world)
     with world.watch.calling("compile"):
         checked = (model, optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check, home)
         owners = _on_all(world, lambda: _checked_options(*checked))
@@ -202,12 +203,24 @@ def compile(
         program = _with_limits(captured.program, window, push_dtype)
         planning = Planning(profile, lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
-            subject = Subject.of(program, source.buffers, choose_backend(backend, world.device), owners or AUTO)
+            subject = _subject(program, source, choose_backend(backend, world.device), owners or AUTO, fewer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         graphs = (mode_of(check), captured.library, captured.variants)
         options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
         given = (model, program, strategy, optimizer, world, options)
-        executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=apart_now)
+        joins = apart_now or bool(fewer)
+        executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=joins)
+        if fewer:
+            begin_with_fewer(executable, model, world, fewer)
+    return _held(executable, joining)
+
+
+def _subject(program: Program, source: _Source, backend: str, home: Home, fewer: Sequence[int]) -> Subject:
+    return Subject.of(program, source.buffers, backend, home_for(home, fewer) if fewer else home)
+
+
+def _held(executable: Executable, joining: bool) -> Executable:
+    """Announce on an elastic rank that it holds state, or let it join the others to receive state."""
     if (member := here()) is not None and not comes_late():
         member.hold()
     elif comes_late() and not joining:

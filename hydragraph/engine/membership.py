@@ -81,10 +81,22 @@ class Membership(IterationRunner):
                 several = [given] if isinstance(given, Strategy | str) else given
                 compiled.check_modes([strategy_for(choice, program) for choice in several])
             return
-        self.strategies = self._first_strategies(world)
-        compiled.check_modes(self.strategies)
-        self.planning = replace(self.planning, profile=self.given_profile)
-        chosen = home_among(world, program, self.wanted_home, self.strategies, self.planning)
+        self.begin(model, world, self.wanted_home, self._first_strategies(world), self._first_profile)
+
+    def begin(
+        self,
+        model: nn.Module,
+        world: World,
+        home: Home,
+        strategies: tuple[Strategy, ...],
+        profile: Profile | Costs | None,
+    ) -> None:
+        """Give the ranks of a world the model's weights; all ranks must call this."""
+        compiled = self._compiled
+        self.strategies = strategies
+        compiled.check_modes(strategies)
+        self.planning = replace(self.planning, profile=compiled.priced(profile))
+        chosen = home_among(world, self.program, home, strategies, self.planning)
         self._holding.held = self._begin_session(world, chosen, lambda *state: compiled.fill(model, *state))
         self._choose()
 

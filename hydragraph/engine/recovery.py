@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, join
 from hydragraph.cluster.rendezvous.member import CALLED, Dismissed, here
@@ -209,6 +211,24 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
     exe.adopt(measured)
     newcomers = [rank for rank, before in enumerate(generation.before) if before is None]
     return measured is not None and bool(newcomers) and exe.measure_newcomers(world, seats, newcomers)
+
+
+def seats_of_fewer(world: World) -> Sequence[int]:
+    """Return the ranks' seats if an elastic launch has fewer ranks than it asks for; otherwise nothing."""
+    member = here()
+    return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
+
+
+def begin_with_fewer(exe: Executable, model: nn.Module, world: World, seats: Sequence[int]) -> None:
+    """Give the model's weights to fewer ranks than the launch asks for; all ranks must call this."""
+    home = home_for(exe.wanted_home, seats)
+    profile = costs_for(exe.given_profile, seats, home)
+    if exe.given == "auto" and exe.planning.strategies:
+        exe.measured_seats = seats
+        profile, strategies = exe.given_profile, exe.planning.strategies
+    else:
+        strategies = strategies_for(exe, world, home, profile)
+    exe.begin(model, world, home, strategies, profile)
 
 
 def strategies_for(

@@ -188,18 +188,21 @@ def _session(
     owned: ExitStack,
 ) -> RunOutcome:
     leader = watcher if world.rank == 0 else None
-    together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
+    ranks = world.ranks if (member := here()) is None else member.ranks  # fewer may have arrived
+    together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
-    prepared = _RunInputs.of(config, tokens, _model(config, tokens), world.ranks, folder)
+    prepared = _RunInputs.of(config, tokens, _model(config, tokens), ranks, folder)
     batches = prepared.anew()
     _check_inputs(config, prepared, batches, start)
     if leader is not None:
-        for sentence in _remarks(config, prepared, batches, world.ranks):
+        for sentence in _remarks(config, prepared, batches, ranks):
             leader.note(sentence)
     config = prepared.config
     executor = _compiled(prepared, compile, world)
+    if prepared.strategies and world.ranks < ranks:
+        prepared = replace(prepared, strategies=executor.strategies)
     if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))
     with stopping.working(), ExitStack() as stack:
@@ -234,7 +237,6 @@ def _session(
         if controller is not None:
             stack.callback(controller.close)
         callbacks = Callbacks.load(config.callbacks if leader is not None else ())
-        member = here()
         run = prepared.run(
             world,
             folder,

@@ -28,7 +28,7 @@ from hydragraph.planner.policy import Policy, static_or_dynamic
 from tests.cost.priced import cluster, costs, mixed
 from tests.models import llama, sequences
 from tests.ready import Ready
-from tests.thorough import thorough
+from tests.thorough import first, thorough
 
 LIMIT = timedelta(seconds=120)
 STEPS = 6
@@ -52,6 +52,22 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Unborn:
+    """Kills the processes of these seats that receive it."""
+
+    seats: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unborn, (self.seats,)
+
+
+def _unborn(seats: tuple[int, ...]) -> Unborn:
+    if int(os.environ.get("RANK", "-1")) in seats:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Unborn(seats)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What befalls members, by their numbers: after how many steps, and what.
 
@@ -62,6 +78,7 @@ class Plan:
         killed_moving: at the beginning of their first move, or in its end.
         stopped: by SIGSTOP.
         hangs: before it has compiled anything.
+        unborn: ends the processes of some seats before they meet the others.
         copies: how many owners everything has.
         wait_for: ranks that there must be before the last step.
         checkpoint: where each step is saved, and read from.
@@ -76,6 +93,7 @@ class Plan:
     killed_moving: tuple[int, ...] = ()
     stopped: Mapping[int, int] = field(default_factory=dict)
     hangs: int | None = None
+    unborn: Unborn | None = None
     copies: int = 2
     wait_for: int = 0
     checkpoint: Path | None = None
@@ -245,6 +263,15 @@ def test_from_pieces_that_are_newer_than_the_checkpoint(
 def test_a_spare_steps_in(prepared: Ready, smooth: Mapping[int, float]) -> None:
     told = run(prepared, Plan(killed={1: 4}, wait_for=3), hg.Elastic(spares=1, rejoin=False))
     assert len(told) == 3
+    same(told, smooth)
+
+
+@pytest.mark.parametrize("unborn", first([(0, 2)], [(0, 2), (1,)]))
+def test_ranks_that_are_lost_before_any_state_exists_are_not_needed(
+    prepared: Ready, smooth: Mapping[int, float], unborn: tuple[int, ...]
+) -> None:
+    told = run(prepared, Plan(unborn=Unborn(unborn)), ALONE)
+    assert len(told) == 3 - len(unborn)
     same(told, smooth)
 
 

@@ -45,12 +45,20 @@ class Member:
         late: whether the other members are already running.
         grace_s: seconds after SIGTERM until this process ends, even without handing over its state.
         folder: private folder of the supervisor, if the store moves with the leader.
+        ranks: number of ranks that the launch asks for.
     """
 
     def __init__(
-        self, number: int, connect: Callable[[], Store], late: bool, grace_s: float, folder: str | None = None
+        self,
+        number: int,
+        connect: Callable[[], Store],
+        late: bool,
+        grace_s: float,
+        folder: str | None = None,
+        ranks: int = 1,
     ) -> None:
         self.number = number
+        self.ranks = ranks
         self.late = late
         self.generation = Generation()
         self.holds = 0
