@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -41,6 +41,7 @@ from hydragraph.cluster.supervision.broken_links import MachineLinks, look
 from hydragraph.cluster.supervision.election import Election
 from hydragraph.cluster.supervision.leadership import GRACE_S
 from hydragraph.cluster.supervision.link_probe import Address
+from hydragraph.cluster.unreachable import TOLD_S
 
 _LOG = logging.getLogger(__name__)
 
@@ -305,6 +306,7 @@ class Hub:
         self._looked = time.monotonic()
         self._lock = threading.Lock()
         self._closed = False
+        self._over: Over | None = None
         self._key = uuid.uuid4().hex.encode()
         self._listening = listening(nodes.address, 0, backlog=nodes.count)
         threading.Thread(target=self._accept, name="hydragraph-hub", daemon=True).start()
@@ -315,13 +317,20 @@ class Hub:
         else:
             nodes.election.write(place=place)
 
-    def gather(self, patience: timedelta) -> None:
-        """Wait for a deputy on every other machine."""
-        end = time.monotonic() + patience.total_seconds()
+    def gather(self, patience: timedelta, enough: Callable[[float], bool] = lambda waited_s: False) -> None:
+        """Wait for a deputy on every other machine, or until `enough(seconds waited)`."""
+        began = time.monotonic()
+        told = False
         while missing := [n for n in range(self.nodes.count) if not self.present(n)]:
             if self.nodes.election is not None:
                 self.nodes.election.check()
-            if time.monotonic() > end:
+            waited_s = time.monotonic() - began
+            if enough(waited_s):
+                break
+            if not told and waited_s > TOLD_S:
+                told = True
+                _LOG.warning("waiting for machines %s of %d: start the same command there", missing, self.nodes.count)
+            if waited_s > patience.total_seconds():
                 raise TimeoutError(
                     f"machines {missing} of {self.nodes.count} have not arrived after {patience.total_seconds():g} s: "
                     "start the same command there"
@@ -394,12 +403,17 @@ class Hub:
 
     def close(self, over: Over | None) -> None:
         """Close all links; if `over` is None, deputies continue under another leader."""
-        self._closed = True
+        with self._lock:
+            self._over = over
+            self._closed = True
         self._listening.close()
         for post in self._all():
-            if over is not None:
-                post.link.send(over)
-            post.link.close("it is over")
+            self._end(post.link)
+
+    def _end(self, link: Link) -> None:
+        if self._over is not None:
+            link.send(self._over)
+        link.close("it is over")
 
     def _all(self) -> list[_Post]:
         with self._lock:
@@ -426,15 +440,11 @@ class Hub:
         link = Link(connection, SILENT_S)
         post = _Post(link)
         with self._lock:
-            if self._adopting:
-                post.processes = {number: RemoteProcess(link, number) for number in hello.members}
-                self._adopted += [RankHandle(n, process, process.connection) for n, process in post.processes.items()]
-                self._seats |= hello.members
-            if self.nodes.election is not None:
-                link.send(Welcome(self._adopting, self.nodes.address, self._port))
-            before = self._posts.get(hello.node)
-            self._posts[hello.node] = post
-            self._news.add(hello.node)
+            closed = self._closed  # a blocked `accept` accepts one more connection
+            before = None if closed else self._register(hello, post)
+        if closed:
+            self._end(link)
+            return
         if before is not None and not before.link.down:
             before.link.send(Over(f"a second process was started for machine {hello.node}, and replaces this one"))
             before.link.close("it was started again")
@@ -465,6 +475,20 @@ class Hub:
             processes = list(post.processes.values())
         for process in processes:
             process.ended(Died(time.monotonic(), _lost(hello.node, link)))
+
+    def _register(self, hello: Hello, post: _Post) -> _Post | None:
+        """Accept a deputy, and return its machine's earlier post."""
+        link = post.link
+        if self._adopting:
+            post.processes = {number: RemoteProcess(link, number) for number in hello.members}
+            self._adopted += [RankHandle(n, process, process.connection) for n, process in post.processes.items()]
+            self._seats |= hello.members
+        if self.nodes.election is not None:
+            link.send(Welcome(self._adopting, self.nodes.address, self._port))
+        before = self._posts.get(hello.node)
+        self._posts[hello.node] = post
+        self._news.add(hello.node)
+        return before
 
     def _introduce(self) -> None:
         posts = self._all()

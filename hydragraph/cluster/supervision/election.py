@@ -34,15 +34,19 @@ class Fence:
 
 
 class Election:
-    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply the fence."""
+    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply the fence.
 
-    def __init__(self, register: Register, node: int) -> None:
+    Args:
+        before: as for `Lease`, as this machine found the folder.
+    """
+
+    def __init__(self, register: Register, node: int, before: float = 0.0) -> None:
         self._register = register
-        self._own = Lease(node=node, holder=uuid.uuid4().hex)
+        self._own = Lease(node=node, holder=uuid.uuid4().hex, before=before)
         self.standing = LeaseView()
         self._text = self._record = ""
         self._fence: Fence | None = None
-        self._answers = True
+        self.silent = ""  # why the register does not answer; "": it answers
         self._lock = threading.Lock()
         self._closed = threading.Event()
         deadline = time.monotonic() + _FIRST_S
@@ -57,6 +61,14 @@ class Election:
     @property
     def leads(self) -> bool:
         return self.standing.leads(time.monotonic())
+
+    @property
+    def before(self) -> float:
+        return self._own.before
+
+    def join(self) -> None:
+        """Take part in the run of a leader that this machine has reached; it may have begun before this machine."""
+        self._own = replace(self._own, before=self.standing.lease.before)
 
     def guard(self, fence: Fence) -> None:
         self._fence = fence
@@ -79,7 +91,8 @@ class Election:
     def check(self) -> None:
         """Raise Deposed unless this machine leads."""
         if not self.leads:
-            raise Deposed(f"machine {self._own.node} could not renew its lease in time, and no longer leads")
+            why = f": {self.silent}" if self.silent else ""
+            raise Deposed(f"machine {self._own.node} could not renew its lease in time, and no longer leads{why}")
 
     def resign(self) -> None:
         with self._lock:
@@ -116,11 +129,11 @@ class Election:
             try:
                 text, record = self._register.read()
             except ConnectionError as error:
-                if self._answers:
+                if not self.silent:
                     _LOG.warning("%s", error)
-                self._answers = False
+                self.silent = str(error)
                 return False
-            self._answers = True
+            self.silent = ""
             self._learn(text, sent)
             self._record = record
             return True

@@ -70,7 +70,10 @@ class EtcdRegister:
                     self._clients.append(self._clients.pop(0))
                 else:
                     return answer
-        raise ConnectionError(f"etcd does not answer (tried {'; '.join(failures)})")
+        raise ConnectionError(
+            f"etcd does not answer (tried {'; '.join(failures)}): start a majority of its members, and check the "
+            "addresses of --store"
+        )
 
 
 def _coded(text: str) -> str:

@@ -38,6 +38,7 @@ class Lease:
         prior: machine that held the previous term; None: the run began with this term.
         place: address of the leader's supervisor, as JSON; "": unknown.
         over: why the run has ended; "": the run succeeded; None: the run has not ended.
+        before: start time of the run that was in the output folder before this run; 0: none.
     """
 
     term: int = 0
@@ -47,6 +48,7 @@ class Lease:
     prior: int | None = None
     place: str = ""
     over: str | None = None
+    before: float = 0.0
 
     @property
     def free(self) -> bool:
@@ -128,12 +130,14 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
 
     Args:
         term, since: term of the machine's former leader, and time when the machine noticed that the link was down.
-        refused: whether the leader's machine refuses connections, because its supervisor has ended.
+        refused: whether the newest leader's machine refuses connections, because its supervisor has ended.
     """
     if now - standing.answered > TTL_S:
         return False  # cut off from the register: others may continue
     if standing.leads(now):
         return True
+    if refused or standing.expired:
+        return True
     if standing.lease.term != term:
         return not standing.lease.place or now - standing.placed < REACH_S
-    return refused or standing.expired or now - since < DOUBT_S
+    return now - since < DOUBT_S

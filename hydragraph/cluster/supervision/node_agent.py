@@ -65,11 +65,16 @@ _TOGETHER_S = 1.0  # for the leader to report that all machines are stopped
 
 @dataclass(frozen=True)
 class Alone:
-    """Arguments of `keeps` while the link to an elected leader is down."""
+    """State of a machine while the link to an elected leader is down.
+
+    Attributes:
+        term, since: as for `keeps`.
+        refused: address of the leader that last refused a connection.
+    """
 
     term: int
     since: float
-    refused: bool = False
+    refused: str = ""
 
 
 @dataclass(eq=False)
@@ -96,7 +101,7 @@ class Deputy:
         if self._election is not None:
             self._election.guard(Fence(self._may_live, lambda: kill_here(list(self._crew.values()))))
         try:
-            patience_s = arrival_s
+            patience_s = back_s if self._election is not None and self._election.standing.joined else arrival_s
             while (link := self._reach(patience_s)) is not None:
                 over = self._serve(link)
                 if over is not None and over.error:
@@ -125,11 +130,16 @@ class Deputy:
 
     def _may_live(self, standing: LeaseView, now: float) -> bool:
         alone = self._alone
-        return alone is None or keeps(standing, alone.term, alone.since, alone.refused, now)
+        if alone is None:
+            return True
+        return keeps(standing, alone.term, alone.since, alone.refused == standing.lease.place != "", now)
 
     def _lost(self, link: Link, back_s: float) -> str:
         if self._election is not None:
-            return f"the leading machine is lost: {link.down}; this machine's ranks wait for the next leader"
+            wait = "this machine's ranks wait for the next leader"
+            if self._election.silent:
+                wait = f"this machine ends its ranks, and waits {back_s:g} s, because {self._election.silent}"
+            return f"the leading machine is lost: {link.down}; {wait}"
         return (
             f"the first machine ({self._nodes.address}) is lost: {link.down}; this machine ends its ranks, because "
             f"others may continue without them, and waits {back_s:g} s for the first machine"
@@ -161,8 +171,9 @@ class Deputy:
             try:
                 return reach(self._nodes, self._seats)
             except (OSError, RuntimeError) as error:
-                if self._alone is not None and lease.term == self._alone.term:
-                    self._alone = replace(self._alone, refused=isinstance(error, ConnectionRefusedError))
+                if self._alone is not None:
+                    refused = lease.place if isinstance(error, ConnectionRefusedError) else ""
+                    self._alone = replace(self._alone, refused=refused)
                 waited_s = time.monotonic() - began
                 if waited_s > patience_s:
                     raise ConnectionError(self._unreachable(patience_s, error)) from None
@@ -173,15 +184,18 @@ class Deputy:
         return None
 
     def _unreachable(self, patience_s: float, error: Exception) -> str:
-        again = "start the same command again, with --resume, on that machine and on this one"
+        again = "start the same command again, with --resume, on"
         if self._election is not None:
-            return f"this machine could not connect to a leading machine within {patience_s:g} s ({error}): {again}"
+            why = self._election.silent or str(error)
+            return f"no leading machine could be reached within {patience_s:g} s: {why}; then {again} all machines"
         where = first_host(error, self._nodes.address, self._nodes.port)
-        return f"this machine could not connect within {patience_s:g} s to {where}; then {again}"
+        return f"this machine could not connect within {patience_s:g} s to {where}; then {again} both machines"
 
     def _serve(self, link: Link) -> Over | None:
         """Follow the leader's orders until the run ends; None: the link is down."""
         stops = Stops()
+        if self._election is not None:
+            self._election.join()
         self._probe = self._probing(link)
         self._alone = None
         self._kept = self._kept or private_folder()

@@ -56,6 +56,7 @@ from hydragraph.spec.elastic import Elastic
 _LOG = logging.getLogger(__name__)
 
 _ARRIVAL = timedelta(minutes=30)  # for all machines
+_RETURN_S = 60.0  # for machines that may have been lost with a leader
 _LOOK_S = 0.02
 _GRACE_S = 8.0  # for members to report, after an error that would recur
 _REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-lived replacement
@@ -107,7 +108,7 @@ def run_members(
         if handed is not None:
             supervisor.adopt(handed)
         elif hub is not None:
-            hub.gather(_ARRIVAL)
+            hub.gather(_ARRIVAL, supervisor.enough)
         with (relay or Relay()).to([supervisor]), _on_return(supervisor.refill):
             supervisor.run(timeout)
         return supervisor.results()
@@ -180,7 +181,10 @@ class Supervisor:
         if not self.crew:
             self._place.order(self._record.orders)
             for seat in self._every_seat:
-                self._start(seat, late=seat >= self._ranks)
+                if self._there(seat):
+                    self._start(seat, late=seat >= self._ranks)
+                else:
+                    self._empty.add(seat)
         while (self._live() or self._may_come_back()) and time.monotonic() < min(deadline, self._fatal_at or deadline):
             if self._finished():
                 return
@@ -229,6 +233,12 @@ class Supervisor:
             self._waiting = dict.fromkeys(vacant, time.monotonic() + _REJOIN_S)
         else:
             self._empty |= vacant
+
+    def enough(self, waited_s: float) -> bool:
+        """Return whether to start without the missing machines, because one may have been lost with its lease."""
+        lost = self._election is not None and self._election.standing.lease.prior is not None
+        there = sum(map(self._there, range(self._ranks)))
+        return lost and waited_s > _RETURN_S and there >= self._elastic.min_ranks
 
     @property
     def _every_seat(self) -> range:

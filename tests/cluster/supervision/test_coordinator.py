@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import multiprocessing.connection
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -246,6 +246,23 @@ def test_an_end_that_says_nothing_is_given_up() -> None:
 def test_machines_that_never_come_are_named(hub: Hub) -> None:
     with pytest.raises(TimeoutError, match=r"machines \[1\] of 2 have not arrived"):
         hub.gather(timedelta(seconds=0.05))
+
+
+def test_a_machine_that_comes_while_the_run_ends_is_told(
+    hub: Hub, first: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = multiprocessing.connection.answer_challenge
+
+    def answer_after_the_end(*arguments: Any) -> None:
+        if not hub._closed:
+            hub.close(Over("a full disk"))
+        answer(*arguments)
+
+    monkeypatch.setattr(module, "answer_challenge", answer_after_the_end)
+    with socket.create_connection(("127.0.0.1", first.port)):
+        link = reach(replace(first, number=1))
+    assert heard(link, Over) == Over("a full disk")
+    until(lambda: link.hear(0.02) is None and link.down)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")

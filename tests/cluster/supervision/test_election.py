@@ -97,3 +97,29 @@ def test_a_register_that_never_answers_is_reported(
     registers[0].answers = False
     with pytest.raises(ConnectionError, match="does not answer"):
         Election(registers[0], 0)
+
+
+def test_a_leader_without_an_answer_says_why_it_no_longer_leads(
+    registers: list[StoreRegister], machines: list[Election]
+) -> None:
+    until(lambda: machines[0].leads)
+    registers[0].answers = False
+    until(lambda: not machines[0].leads)
+    with pytest.raises(Deposed, match="no longer leads: the register does not answer"):
+        machines[0].check()
+
+
+def test_a_machine_that_joins_a_run_knows_what_was_in_the_folder_before_it(registers: list[StoreRegister]) -> None:
+    first = Election(registers[0], 0, before=5.0)
+    until(lambda: first.leads)
+    second = Election(registers[1], 1, before=7.0)  # the run has begun
+    second.join()
+    assert second.before == 5.0
+    first._closed.set()
+    until(lambda: second.leads)
+    assert second.standing.lease.before == 5.0
+    second._closed.set()
+    third = Election(registers[0], 0, before=7.0)  # no leader was reached: its own command decides
+    until(lambda: third.leads)
+    assert third.standing.lease.before == 7.0
+    third._closed.set()

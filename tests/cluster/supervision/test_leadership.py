@@ -18,6 +18,7 @@ from hydragraph.cluster.supervision.leadership import (
     DOUBT_S,
     GATHER_S,
     GRACE_S,
+    REACH_S,
     TTL_S,
     Lease,
     LeaseView,
@@ -215,7 +216,7 @@ def ended_at(cut_s: float, term_s: float, placed_s: float, down_s: float, silent
             standing = learned(standing, lease, time, time)
         since = -1000.0 if silent else down_s
         down = time >= down_s or standing.lease.term > 1
-        if down and not keeps(standing, 1, since, refused, time):
+        if down and not keeps(standing, 1, since, refused and standing.lease.term == 1, time):
             return time
     return float("inf")
 
@@ -249,6 +250,18 @@ def test_ranks_are_kept_for_the_next_leader_if_the_old_one_has_ended() -> None:
     assert keeps(waited, 1, -100.0, refused=False, now=TTL_S)
     elected = learned(waited, Lease(2, 1, "1", prior=0, place="there"), TTL_S + 1, TTL_S + 1)
     assert keeps(elected, 1, -100.0, refused=False, now=TTL_S + 2)
+
+
+def test_ranks_are_kept_for_the_third_leader_if_the_second_one_ends_as_soon_as_it_leads() -> None:
+    second = Lease(2, 1, "1", prior=0, place="there")
+    standing = learned(learned(LeaseView(), Lease(1, 0, "0"), 0.0, 0.0), second, TTL_S, TTL_S)
+    later = TTL_S + REACH_S
+    standing = learned(standing, second, later, later)
+    assert keeps(standing, 1, 0.0, refused=True, now=later)
+    assert not keeps(standing, 1, 0.0, refused=False, now=later)
+    standing = learned(standing, second, 2 * TTL_S, 2 * TTL_S)
+    assert standing.expired
+    assert keeps(standing, 1, 0.0, refused=False, now=2 * TTL_S)
 
 
 def test_the_first_machine_begins_a_run_and_the_first_of_those_left_continues_it() -> None:

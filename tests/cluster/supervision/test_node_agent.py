@@ -16,7 +16,9 @@ import pytest
 from hydragraph.cluster.launch import starting
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.supervision.election import Election
 from hydragraph.cluster.supervision.node_agent import Deputy
+from tests.registers import StoreRegister
 from tests.thorough import first, thorough
 
 ROOT = Path(__file__).parents[3]
@@ -164,6 +166,23 @@ def test_a_first_machine_that_never_comes_is_named() -> None:
     ):
         Deputy(starting(), Nodes(1, 2, "127.0.0.1", free()), said.append).run(arrival_s=0.2)
     assert not said
+
+
+def test_a_machine_that_reaches_neither_leader_nor_register_ends_with_the_remedy() -> None:
+    server = hosted("127.0.0.1", 0)
+    first, register = Election(StoreRegister.at(server.port), 0), StoreRegister.at(server.port)
+    while not first.leads:
+        time.sleep(0.01)
+    election = Election(register, 1)
+    assert election.standing.joined
+    first._closed.set()
+    register.answers = False
+    again = (
+        "no leading machine could be reached within 1 s: the register does not answer; then .*, with --resume, on all"
+    )
+    with pytest.raises(ConnectionError, match=again):
+        Deputy(starting(), Nodes(1, 2, "127.0.0.1", 0, election=election), print).run(back_s=1.0)
+    election._closed.set()
 
 
 def test_a_machine_that_is_taken_away_before_the_first_one_comes_ends_at_once() -> None:
