@@ -31,6 +31,16 @@ def restarts_by_torchrun() -> int | None:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def torchrun_rendezvous() -> str:
+    """Return the rendezvous backend in the command line of the torchrun that started this process; "": unknown."""
+    command = Path(f"/proc/{os.getppid()}/cmdline")
+    if restarts_by_torchrun() is None or not command.exists():
+        return ""
+    words = [word.replace("_", "-") for word in " ".join(command.read_text().split("\0")).replace("=", " ").split()]
+    option = "--rdzv-backend"
+    return words[words.index(option) + 1] if option in words else "static"
+
+
 def first_seen(began: float) -> float:
     """Return the start time of the run that the first attempt of this torchrun job found in the output folder.
 

@@ -17,7 +17,15 @@ from rich.text import Text
 
 from hydragraph.cluster.processes.stop_requests import Interrupted, Overdue, Relay, Requests, Stopping
 from hydragraph.commands.config_or_data import config_of
-from hydragraph.commands.launch_process import first_seen, launched, leads, on_ranks, quieten, restarts_by_torchrun
+from hydragraph.commands.launch_process import (
+    first_seen,
+    launched,
+    leads,
+    on_ranks,
+    quieten,
+    restarts_by_torchrun,
+    torchrun_rendezvous,
+)
 from hydragraph.commands.options import CommonOptions, Set, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
@@ -193,16 +201,14 @@ def _train_when_elected(
     """Follow the leader, and lead when elected; return the outcome if this machine led at the end."""
     from hydragraph.cluster.launch import follow
     from hydragraph.cluster.supervision.election import Deposed
-    from hydragraph.train.run_folder import RunFolder
 
-    before = RunFolder(Path(config.output)).began  # before any leader begins
     assert nodes.election is not None
     while (leading := follow(nodes, _print)) is not None:
         _print(f"machine {nodes.number} leads (term {nodes.election.standing.lease.term})")
         try:
-            outcome = train(leading, before)
+            outcome = train(leading, nodes.election.before)
         except Deposed as error:
-            _print(f"hydragraph: {error}: this machine ends its ranks and follows the next leader")
+            _print(f"hydragraph: this machine ends its ranks and follows the next leader: {error}")
             nodes.election.resign()
         except BaseException as error:
             nodes.election.end(f"{type(error).__name__}: {error}")
@@ -289,10 +295,17 @@ def _electing(config: TrainConfig, nodes: Nodes, store: str) -> Nodes:
     from hydragraph.cluster.interface import own_address
     from hydragraph.cluster.supervision.election import Election
     from hydragraph.cluster.supervision.etcd_register import register_of
+    from hydragraph.train.run_folder import RunFolder
 
+    if (backend := torchrun_rendezvous()) not in ("", "static"):
+        raise ValueError(
+            f"--store {store}: torchrun --rdzv-backend {backend} ends the run on all machines when one is lost: use "
+            "the static rendezvous (--node-rank, --master-addr and --master-port)"
+        )
     register = register_of(store, str(Path(config.output).resolve()), nodes.number)
     address = own_address(host for host, _ in register.endpoints)
-    return replace(nodes, address=address, election=Election(register, nodes.number))
+    before = RunFolder(Path(config.output)).began  # before any leader begins
+    return replace(nodes, address=address, election=Election(register, nodes.number, before))
 
 
 def _elastic(config: TrainConfig) -> Elastic | None:
