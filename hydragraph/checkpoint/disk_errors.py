@@ -13,7 +13,7 @@ _PROBE = 4 << 20  # bytes that `refusal` writes; a disk with less space counts a
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Convert errors from writing files in this block to an OSError with the cause and the path `shown`.
+    """Convert write errors in this block to an OSError with the cause and the path `shown`.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """
@@ -40,7 +40,7 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        while left:  # when the disk gets full, a write returns a smaller count
+        while left:  # when the disk fills up, a write returns a smaller count
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)
     except OSError as error:

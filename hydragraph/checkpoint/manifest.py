@@ -74,12 +74,12 @@ def read_manifest(path: Path) -> CheckpointManifest:
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
     raise ValueError(
-        f"checkpoint {path}: format {version}, but this version reads {FORMAT}: install a newer hydragraph"
+        f"checkpoint {path}: its format is {version}, but this hydragraph reads {FORMAT}: install a newer version"
     )
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check the hashes of all files; the ranks `sharing` this copy divide them. Damaged is raised on all ranks."""
+    """Check the hashes of all files; the ranks `sharing` this copy divide the work. Damaged is raised on all ranks."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]
@@ -116,7 +116,7 @@ def _plain(name: str) -> str:
 
 def damage(path: Path, expected: SavedFile) -> str | None:
     if not path.is_file():
-        return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
+        return f"{path.name} is missing (expected {expected.bytes} bytes with SHA-256 {expected.sha256})"
     try:
         actual = SavedFile.of(path)
     except OSError as error:

@@ -63,8 +63,8 @@ def merged(parts: Sequence[Plain]) -> Plain:
             earlier = scalars.setdefault(name, values)
             if earlier.keys() != values.keys() or any(bool(earlier[k] != values[k]) for k in earlier):
                 raise ValueError(
-                    f"optimizer, parameter {name}: {values} on rank {rank} but {earlier} on an earlier rank: make the"
-                    " same optimizer steps on all ranks"
+                    f"the optimizer state of {name} is {values} on rank {rank}, but {earlier} on an earlier rank: make"
+                    " the same optimizer steps on all ranks"
                 )
     return Plain(parts[0].groups, parts[0].hyperparameters, scalars)
 
@@ -96,8 +96,9 @@ def restore(
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
         moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
-            f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer {len(groups)};"
-            f" they differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with the saved groups"
+            f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer has"
+            f" {len(groups)}; they differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with the"
+            " saved groups"
         )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(
@@ -119,7 +120,7 @@ def _states(home: HomeState, optimizer: torch.optim.Optimizer) -> Iterable[tuple
         for state, value in optimizer.state.get(parameter, {}).items() if parameter.numel() else ():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise Unsupported(
-                    f"its state {state} has shape {tuple(value.shape)} for {parameter.numel()} elements",
+                    f"its state {state} has shape {tuple(value.shape)}, but the shard has {parameter.numel()} elements",
                     where=f"optimizer {type(optimizer).__name__}, parameter {name}",
                     remedy="use an optimizer whose states have one value per element or per parameter",
                 )

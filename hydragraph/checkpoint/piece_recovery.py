@@ -29,7 +29,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # number of windows that are read before they are exchanged
+_AHEAD = 3  # number of windows that are read ahead of their exchange
 _READERS = 4
 
 
@@ -64,7 +64,7 @@ def recover(
         least: earliest step to accept; all ranks return None if no complete checkpoint is as recent.
 
     Raises:
-        ValueError: on all ranks: no checkpoint is complete, and `least` is None; the text is about the newest one.
+        ValueError: on all ranks: no checkpoint is complete, and `least` is None; the message describes the newest one.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
@@ -156,7 +156,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
         by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
+            if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
                 for kept, shelf_pieces in pieces.held(tier).items():
                     readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]

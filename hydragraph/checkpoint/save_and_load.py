@@ -51,7 +51,7 @@ from hydragraph.version import __version__
 _LOG = logging.getLogger(__name__)
 
 ENTRY = "hydragraph"  # the entry that is not a tensor
-BUFFERS = "buffers"  # key of `extra`: persistent buffers by name
+BUFFERS = "buffers"  # key in `extra` of the persistent buffers, by name
 
 
 def save(

@@ -208,10 +208,11 @@ class Pieces:
             self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
-                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set a place, and set keep >= 1"
+                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set memory, disk or store, and"
+                " keep >= 1"
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
-            raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")
+            raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: Kept | None = None
         self.unreadable: set[tuple[Tier, Kept, StatePiece]] = set()
         self._keep = keep
@@ -365,7 +366,7 @@ class Pieces:
 
 
 class PieceFile:
-    """A piece with random access; `whole`: load the whole piece immediately."""
+    """Random access to a piece; `whole`: load the whole piece immediately."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf
@@ -403,7 +404,7 @@ class PieceFile:
 
 @dataclass(frozen=True, eq=False)
 class PieceCopy:
-    """Copy of one interval of a bucket, which a rank owns.
+    """Copy of one rank's interval of a bucket.
 
     Attributes:
         tensors: "parameter|column" -> values in the interval.

@@ -116,7 +116,7 @@ def test_pieces_of_another_run_are_not_listed(tmp_path: Path) -> None:
     assert [each.step for each in Pieces(memory=False, disk=tmp_path).held(Tier.DISK)] == [4]
     mine.clear(store=False)
     assert not tmp_path.exists()
-    with pytest.raises(ValueError, match="run='B-': give lower-case letters and digits"):
+    with pytest.raises(ValueError, match="run='B-': use only lower-case letters and digits"):
         Pieces(run="B-")
 
 
@@ -195,7 +195,7 @@ def test_what_a_store_raises_is_told_once(tmp_path: Path) -> None:
 
 
 def test_no_place_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory=False.*set a place"):
+    with pytest.raises(ValueError, match=r"memory=False.*set memory, disk or store"):
         Pieces(memory=False)
     with pytest.raises(ValueError, match="keep=0"):
         Pieces(keep=0)

@@ -1,4 +1,4 @@
-"""Detection of heads that only other classes of a model's family have, and that need not be read.
+"""Detection of heads that belong only to other classes of a model's family and need not be read.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """

@@ -129,7 +129,7 @@ def _matched(
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return the keys of `unplaced` (key -> name) that are neither ignored nor in a class of the model's family."""
+    """Return the keys of `unplaced` (key -> name) that are neither ignored nor part of another class of the family."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
@@ -138,7 +138,7 @@ def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
 def _class(path: Path) -> str:
     try:
         classes = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
-        return f", {classes[0]} with the config in their directory"
+        return f" ({classes[0]} with the config in their directory)"
     except (OSError, LookupError, TypeError, ValueError):
         return ""
 
@@ -146,7 +146,7 @@ def _class(path: Path) -> str:
 def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
     operations = ", ".join(type(operation).__name__ for operation in converter.operations)
     raise Unsupported(
-        f"{key} is not a tensor of the model but becomes a part of {name} by {operations}",
+        f"building {name} from the stored tensor {key} takes a conversion ({operations}) that is not supported",
         where="load_pretrained",
         remedy="load it with transformers' from_pretrained, write it with save_pretrained(directory,"
         " save_original_format=False), and start from that directory",
@@ -169,7 +169,9 @@ def _refuse_misfit(
         *([f"of another shape: {shortened(wrong)}"] if wrong else ()),
     ]
     if faults:
-        more = "" if missing or wrong else "; or remove them with from_pretrained and save_pretrained of your class"
+        more = (
+            "" if missing or wrong else "; or drop these tensors with from_pretrained and save_pretrained of your class"
+        )
         remedy = f"build the model that the files belong to{_class(path)}{more}"
         raise ValueError(f"pretrained {path}: {'; '.join(faults)}: {remedy}")
 

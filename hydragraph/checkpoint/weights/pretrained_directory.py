@@ -79,7 +79,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
     """Return tensors with the names and shapes that `save_pretrained` writes.
 
     Args:
-        shell: the model; None keeps all names.
+        shell: the model, or None to keep all names.
         state: tensors by state-dict key; groups such as experts must be complete.
     """
     if shell is None:
