@@ -106,7 +106,7 @@ def capture(
 
     Args:
         check: "auto" compares loss and gradients of the captured graph on packed sequences with those of the model on
-            single sequences, for at least one block of each structure; "full", for all blocks; "off" skips the check.
+            single sequences, for at least one block of each structure; "full" does so for all blocks; "off" skips it.
         compiled: folder of `hydragraph compile` to read the program from.
 
     Raises:
@@ -157,14 +157,15 @@ def compile(
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, from which each step takes the fastest;
-            or "auto", which plans for `lengths`, with `profile` or after measuring the devices.
+            or "auto", which plans for `lengths`, from `profile` or new measurements.
         optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer. Tensors that
-            other ranks own are empty. `move` and (with full shapes) a check call it again. None: no training.
+            other ranks own are empty. `move` and, with full shapes, a check call the function again.
+            None: no training.
         max_grad_norm: global norm to which gradients are clipped.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: device of this rank; by default a GPU if available.
         loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
-        check: as for `capture`, like `example` and `blocks`; each strategy is also checked before its first step.
+        check, example, blocks: as for `capture`; each strategy is also checked before its first step.
         profile: result of `hydragraph profile`, or `Costs` for devices that differ; None: "auto" measures costs.
         lengths: sequence lengths of sample mini-batches.
         policy: settings for planning iterations.
@@ -174,9 +175,10 @@ def compile(
         home: each rank's share of the state, also as text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether to join running ranks later (`Executable.move`); pass those ranks' arguments, but a meta model.
+        joining: whether to join running ranks later (`Executable.move`); pass their arguments, but with a meta model.
         deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
-        window: maximum bytes of fp32 gradients in flight; it allows as many weights. None: twice the largest block.
+        window: maximum bytes of fp32 gradients in flight; as many weights may be in flight. None: twice the largest
+            block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -249,7 +251,7 @@ def _checked_options(
     if deterministic and push_dtype != torch.float32:
         raise ValueError(
             f"compile: push_dtype {push_dtype} rounds each rank's sum, so results depend on the number of ranks: "
-            "omit push_dtype with deterministic"
+            "omit push_dtype or deterministic"
         )
     if type(seed) is not int:
         raise ValueError(f"compile: seed is {seed!r}: give an integer")
@@ -314,7 +316,7 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
     """Compile the graphs of the given strategies for all ranks of a machine.
 
-    Return None for a single rank, for Inductor, or if a strategy does not fit, which every rank reports later.
+    Return None for a single rank, for Inductor, or if a strategy does not fit (every rank reports this later).
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -358,10 +360,12 @@ def _on_all(world: World, make: Callable[[], T]) -> T:
 def _check_origin(program: Program, source: _Source) -> None:
     if program.origin != frontend.origin(source.model):
         name = type(source.model).__name__
-        raise ValueError(f"program: it was captured from another model than this {name}: capture this model")
+        raise ValueError(f"program: it was captured from a model other than this {name}; pass this model to `capture`")
     without_buffers = source.loss is not None and not loss_buffers(source.loss)
     if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
-        raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss only to `capture`")
+        raise ValueError(
+            f"program: its dtype ({program.dtype}), example and loss are fixed; pass these only to `capture`"
+        )
 
 
 @own_modes("precompile")
@@ -409,7 +413,7 @@ class RankPrograms(Sequence[RankProgram]):
         """Estimate the programs' times by an event simulation of every rank's streams.
 
         Args:
-            cluster: a Cluster, whose devices and links are priced from their datasheets, or Costs.
+            cluster: a Cluster, whose costs are estimated from datasheets, or Costs.
             tokens: length of a micro-batch, which is one sequence; one number for all pipelines or one per pipeline.
             efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.

@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
-# Maximum seconds of one block in the longest measured micro-batch.
+# Maximum time of one block in the longest measured micro-batch, in seconds.
 BLOCK_S = 1.0
 # Assumed (sequences per rank, tokens per sequence) without `lengths`.
 ASSUMED = (4, 512)
@@ -132,7 +132,7 @@ def measure_newcomers(
         named = {found[rank]: name for rank, name in enumerate(types) if rank not in newcomers}
         if all(named.get(found[rank]) == types[rank] for rank in newcomers):
             return None
-        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # joining ranks may have none
+        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # joining ranks may have no lengths
         more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
         costs, source = _costs(subject, discover(groups), groups, replace(planning, lengths=lengths), more)
         _LOG.info("devices of other types joined; new costs: %s", source)
@@ -147,7 +147,7 @@ def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
         if other != programs[0]:
             hosts = found.reports[rank].host, found.reports[0].host
             raise ValueError(
-                f"rank {rank} on {hosts[0]} has another model than rank 0 on {hosts[1]} (programs {other} and "
+                f"rank {rank} on {hosts[0]} and rank 0 on {hosts[1]} have different models (programs {other} and "
                 f"{programs[0]}): give every host the same config, model files and versions"
             )
 
@@ -181,7 +181,7 @@ def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, as
 
 
 def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planning, more: bool) -> tuple[Costs, str]:
-    """Return the model's costs on the discovered devices, equal on all ranks, and a text on their origin.
+    """Return the model's costs on the discovered devices, equal on all ranks, and a description of their source.
 
     Args:
         more: whether to include stages with sequence parallelism or recomputation.

@@ -71,7 +71,7 @@ def candidates_of(
         home: owners of the state, for "auto"; None means equal shares.
 
     Raises:
-        Unsupported: "auto" without a profile or sample, costs for another number of ranks, or `given` is not a
+        Unsupported: "auto" lacks a profile or sample, the costs are for another number of ranks, or `given` is not a
             strategy.
         ValueError: a text cannot be parsed as a strategy.
     """
@@ -118,7 +118,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose, on rank 0 for all ranks, the ranks that own the state; return a home whose rule is None.
+    """Choose the ranks that own the state, on rank 0 for all ranks; return a home whose rule is None.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -296,7 +296,7 @@ def request_of(
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the planner of iterations, and a sentence on what it decided from the sample."""
+    """Return the planner of iterations, and a sentence that says whether it keeps one strategy, or ""."""
     policy = planning.policy
     request = request_of(strategies, planning.profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not planning.lengths:

@@ -127,7 +127,7 @@ class CompiledModel:
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Check that all ranks have equal weights (for a meta model, seeds), and copy this rank's weights to `home`."""
+        """Check that all ranks have equal weights (seeds for a meta model), and copy this rank's weights to `home`."""
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
@@ -190,7 +190,7 @@ class CompiledModel:
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
-        """Pack this rank's micro-batches; the number of the update selects the dropout masks."""
+        """Pack this rank's micro-batches; the update's number selects the dropout masks."""
         draws: Draws | None = None
         if self.program.drops:
             count = len(batch.sequences)

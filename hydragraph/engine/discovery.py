@@ -57,7 +57,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
     """Return a cluster with one node for each type of device on each host.
 
-    If ranks are not ordered by these nodes, all nodes get the slowest links.
+    If ranks are not numbered node by node, all nodes get the slowest links.
     """
     hosts = list(dict.fromkeys(report.node for report in reports))
     host_of = [hosts.index(report.node) for report in reports]

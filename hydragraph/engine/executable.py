@@ -49,14 +49,14 @@ class Executable(Membership):
     Attributes:
         strategies: strategies that steps choose from.
         given, wanted_home: the arguments `strategy` and `home` of `compile`.
-        measured_seats: seats (initial ranks) of the devices that `given_profile` prices; None means 0, 1, ...
+        measured_seats: seats (initial ranks) of the devices that `given_profile` covers; None means 0, 1, ...
         spans: None, or a list to which steps append the times of their instructions.
         watched: whether idle ranks probe their device; set the same value on all ranks.
         stopping: 0, or a positive number to make the next `step` raise `Stopped` on all ranks.
         listens: function that is called when ranks agree on a step; a positive result acts like `stopping`.
     """
 
-    # The interface of a training script.
+    # Interface for training scripts.
 
     @collective("step")
     def step(
@@ -107,7 +107,7 @@ class Executable(Membership):
     def choose_from(
         self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None, ready_first: bool = False
     ) -> None:
-        """Choose from other strategies, starting with the next step; call this only on rank 0, for all ranks.
+        """Choose from other strategies on all ranks, starting with the next step; call this only on rank 0.
 
         Args:
             request: costs of the strategies' pipelines, in the order of `strategies`.
@@ -163,7 +163,7 @@ class Executable(Membership):
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a joining device has another type than its seat had; all ranks must call this.
+        """Measure all devices again if a joining device is not of its seat's former type; all ranks must call this.
 
         Return whether the devices were measured.
         """
@@ -179,7 +179,7 @@ class Executable(Membership):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """Lines on the devices, the plan and its alternatives, for "auto" without a profile."""
+        """Lines that describe the devices, the plan and its alternatives, for "auto" without a profile."""
         return self.planning.explanation
 
     @property
@@ -407,7 +407,7 @@ class Executable(Membership):
         """
         if self._compiled.adapted:
             raise Unsupported(
-                "the model has adapters, so its weights have other names than the base model's",
+                "the model has adapters, so its weights are named differently from the base model's",
                 where="load_pretrained",
                 remedy="load weights before you compile, with from_pretrained of the base model or of peft",
             )
@@ -448,7 +448,7 @@ class Executable(Membership):
 
     @property
     def decision(self) -> str:
-        """On rank 0: a sentence on whether one strategy is kept or every step chooses a strategy, or ""."""
+        """On rank 0: a sentence that says whether one strategy is kept or every step chooses one, or ""."""
         return self._chooser.decision
 
     # Implementation.

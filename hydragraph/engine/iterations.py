@@ -180,9 +180,7 @@ class IterationRunner(CollectiveCalls):
         promised = self._promised
         if promised is not None:
             if not promised.is_of(sequences, given, divide_by):
-                raise ValueError(
-                    "step: the arguments differ from those that all ranks have promised: pass the promised arguments"
-                )
+                raise ValueError("step: the arguments differ from those of `promise`; pass the same objects")
             self._promised = None
             call, ranks = promised.agreed
         else:

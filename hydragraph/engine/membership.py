@@ -1,4 +1,4 @@
-"""Membership of an executable in changing sets of ranks."""
+"""Connection of an executable to ranks that may join or leave, and movement of its state."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Membership(IterationRunner):
         return self._compiled.may_stream
 
     def leave(self) -> None:
-        """Close the communicators and keep the state, before ranks meet again.
+        """Close the communicators but keep the state, before the ranks connect again.
 
         This call waits only for a save that is being written and, during a handover, for the other ranks. Call `leave`
         before destroying the process group.
@@ -196,7 +196,7 @@ class Membership(IterationRunner):
         Args:
             world: this process's place in the new world, with an initialized process group, or the current world.
             home: new owners of the state, or None for the home given to `compile`.
-            before: previous number of each new rank, or None for a joining rank; unlisted previous ranks are lost.
+            before: for each rank of the new world, its previous rank, or None if it joins; unlisted ranks are lost.
             restore: checkpoint as for `load`, which all ranks read if a part of the state is lost; joining ranks must
                 pass it too.
             strategy: strategies to choose from, or None for the current strategies, which must fit the new ranks.

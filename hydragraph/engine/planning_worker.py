@@ -11,7 +11,7 @@ from hydragraph.planner.request import PlanRequest, answer, get_ready
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Answer mini-batches until the source ends; a new request replaces the current request."""
+    """Plan mini-batches until the source ends; a new request replaces the current one."""
     request: PlanRequest = pickle.load(source)
     while True:
         try:
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout
-    # Libraries' output must not mix with answers.
+    # Libraries must not write between the answers.
     sys.stdout = sys.stderr
     get_ready()  # loads lazy modules
     serve(sys.stdin.buffer, output.buffer)

@@ -14,8 +14,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# If all devices are of one type, a profile is reused if the lower of current and former speed is at least this fraction
-# of the higher: a common slowdown keeps the order of plans.
+# If all devices are of one type, a profile is reused unless their speed has changed by more than this ratio (lower to
+# higher): a common slowdown does not change the order of plans.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)

@@ -51,11 +51,11 @@ class Survived:
         left: previous numbers of the ranks that were asked to end.
         joined: current numbers of new ranks.
         restored: step of the checkpoint that was read, or None if no state was lost.
-        received: bytes of state received from other ranks.
+        received: number of bytes of state received from other ranks.
         seconds: time from this rank's call until it has its state.
         why: description of the failure.
         ending: reason why these ranks may only save and end, or "" if they continue.
-        read: bytes of pieces that this rank read, by kind of storage: "memory", "disk" and "store".
+        read: number of bytes that this rank read from pieces, by kind of storage: "memory", "disk" and "store".
     """
 
     generation: int

@@ -73,7 +73,7 @@ class Session:
 
         Args:
             alike: named texts that must be identical on all ranks.
-            log: progress of the state that `fill` provides, if this state is not new.
+            log: progress of the state that `fill` provides, or None if that state is new.
             ending: earlier session of the same world; its communicators and unmoved state are reused.
 
         Raises:
@@ -135,7 +135,7 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            says: function called after this rank's computation; it returns this rank's message to all ranks (`saying`).
+            says: function that returns this rank's message to all ranks (`saying`); called after its computation.
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}

@@ -77,8 +77,8 @@ def reference(
 
     Args:
         model: a Hugging Face model with weights.
-        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optionally `weights`, a
-            factor for the sequence's losses.
+        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optionally `weights`, one
+            factor for all losses of the sequence.
         masks: dropout masks for the gradients; the loss is computed without dropout.
 
     Raises:
@@ -119,7 +119,7 @@ def reference(
 
 
 def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> ParityRow:
-    """Return the row of a strategy's worst gradient.
+    """Return the comparison for the gradient with the largest error.
 
     Raises:
         ValueError: only the strategy, or only the reference, has a nonzero gradient of a parameter.

@@ -41,7 +41,7 @@ class Moved:
         finished: whether the move finished this step, which had raised an error on this rank. If so, step your
             learning-rate scheduler once more.
         restored: step of the checkpoint that was read, or None if no state was lost.
-        read: bytes of pieces that this rank read, as in `recovery.Survived`.
+        read: number of bytes that this rank read from pieces, as in `recovery.Survived`.
     """
 
     step: int
@@ -142,7 +142,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
-        assert meeting.leader is not None, "if no state is lost, some rank holds it"
+        assert meeting.leader is not None, "the state is complete, so at least one rank has finished its step"
         parts = [plains[meeting.leader], *(plain for plain in plains if plain is not None)]
         plain = merged([Plain(**part) for part in parts])
         optimizer = session.optimizer

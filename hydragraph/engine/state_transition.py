@@ -62,7 +62,7 @@ class Holding:
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
-        """Return this process's state for a meeting in which the process has number `rank`; None without state."""
+        """Return this process's standing for a meeting in which it is rank `rank`; None without state."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None

@@ -46,8 +46,8 @@ class Promise:
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        assert self.call is not None, "a promise is agreed only after its arguments are checked"
-        assert self.ranks is not None, "a promise is agreed only at a commit"
+        assert self.call is not None, "ranks agree on a promise only after its arguments are checked"
+        assert self.ranks is not None, "ranks agree on a promise only at a commit"
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:

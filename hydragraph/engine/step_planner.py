@@ -121,7 +121,7 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Plan with the last candidate, or, if it cannot run all sequences, the one that runs the longest sequences."""
+        """Plan with the last candidate or, if it cannot run all sequences, with the one that runs the longest."""
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]
@@ -129,7 +129,7 @@ class IterationPlanner:
         assignment = assign_pipelines(request.candidates[chosen], lengths)
         waited = time.perf_counter() - began
         _LOG.info(
-            "the plan was not ready after %.2g s: strategy %d runs the sequences, assigned longest first",
+            "the plan was not ready after %.2g s: strategy %d is used, with the sequences assigned longest first",
             waited,
             chosen,
         )

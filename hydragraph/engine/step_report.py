@@ -23,7 +23,7 @@ class StepReport:
         micro_batches: number of micro-batches in each pipeline.
         seconds: wall time on this rank.
         padding: number of tokens added for sequence parallelism.
-        planning_s: seconds of planning that this step waited for.
+        planning_s: seconds that this step waited for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.
         expected_s: step time predicted by the profile, or 0 without a profile.
@@ -49,5 +49,5 @@ class StepReport:
 
     @property
     def exposed(self) -> Exposed:
-        """Mean seconds that ranks waited for communication."""
+        """Mean time that ranks waited for communication, in seconds."""
         return mean_exposed(self.ranks)

@@ -26,7 +26,7 @@ class Past:
     eras: tuple[Era, ...] = ()
 
     def ended(self, strategies: Sequence[Strategy], ranks: int) -> Past:
-        """Return the history with the current ranks added, which trained with `strategies`, most recent first."""
+        """Return the history extended by the current ranks, which trained with `strategies` (most recent first)."""
         if not strategies:
             return self
         seats = tuple(range(ranks)) if self.seats is None else self.seats
@@ -37,7 +37,7 @@ class Past:
         return replace(self, eras=(Era(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return earlier strategies for ranks in these seats; seats without a rank get higher numbers.
+        """Return earlier strategies, renumbered for ranks in these seats; other seats get higher numbers.
 
         Strategies that ran on the same seats come first; the others follow, most recent first.
         """

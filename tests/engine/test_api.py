@@ -62,17 +62,17 @@ def of_another_scale() -> nn.Module:
 )
 def test_the_program_of_another_model_is_refused(other: object) -> None:
     program, _ = captured("llama")
-    with pytest.raises(ValueError, match="another model than this LlamaForCausalLM: capture this model"):
+    with pytest.raises(ValueError, match="a model other than this LlamaForCausalLM; pass this model to `capture`"):
         hg.compile(other(), STRATEGY, program=program)  # type: ignore[operator]
 
 
 def test_what_capture_was_told_is_not_told_again() -> None:
     program, model = captured("llama")
     with pytest.raises(
-        ValueError, match=r"it computes in torch.float32; give dtype, " "example and loss only to `capture`"
+        ValueError, match=r"its dtype \(torch.float32\), example and loss are fixed; pass these only to `capture`"
     ):
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
-    with pytest.raises(ValueError, match="give dtype, example and loss only to `capture`"):
+    with pytest.raises(ValueError, match="example and loss are fixed; pass these only to `capture`"):
         hg.compile(model, STRATEGY, loss=lambda outputs, batch: outputs.logits.sum(), program=program)
 
 

@@ -203,7 +203,7 @@ def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:
 
 @thorough
 def test_different_models_are_refused_before_they_are_measured() -> None:
-    with pytest.raises(ValueError, match=r"rank 1 on .* has another model than rank 0 on .*: give every host the same"):
+    with pytest.raises(ValueError, match=r"rank 1 on .* and rank 0 on .* have different models .*: give every host"):
         hg.launch(of_other_depth, 2, timeout=timedelta(minutes=5))
 
 

@@ -117,7 +117,7 @@ def test_a_late_plan_gives_the_quick_one(caplog: pytest.LogCaptureFixture) -> No
         planner.announce(BATCHES[0])
         plan = planner.plan(BATCHES[0])
         assert plan.late
-        told = f" s: strategy {plan.candidate} runs the sequences, assigned longest first"
+        told = f" s: strategy {plan.candidate} is used, with the sequences assigned longest first"
         assert any(m.startswith("the plan was not ready after ") and m.endswith(told) for m in caplog.messages)
         flat = [i for p in plan.assignment.micro_batches for m in p for i in m]
         assert sorted(flat) == [i for i, n in enumerate(BATCHES[0]) if n]

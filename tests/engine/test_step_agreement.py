@@ -112,7 +112,7 @@ def refusals(ready: Ready) -> list[float]:
     exe.promise(coming)
     step(batch(2))
     for other in (lambda: exe.evaluate(batch(0)), exe.full_state_dict, lambda: exe.gradients(coming)):
-        with pytest.raises(ValueError, match="all ranks have promised the next step: train that step first"):
+        with pytest.raises(ValueError, match="the ranks have agreed on the promised step; call `step` first"):
             other()
     step(coming)
     exe.evaluate(batch(0))
@@ -142,7 +142,7 @@ def another(ready: Ready) -> str:
 
 @thorough
 def test_a_rank_that_breaks_its_promise_fails_and_is_named() -> None:
-    with pytest.raises(ValueError, match="the arguments differ from those that all ranks have promised: pass"):
+    with pytest.raises(ValueError, match="the arguments differ from those of `promise`; pass"):
         hg.launch(another, RANKS, small_llama(), timeout=LIMIT)
 
 
