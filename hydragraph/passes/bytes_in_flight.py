@@ -35,7 +35,7 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, but run a block's forward as soon as a pull has waited for the block's weights.
+    """Put pulls before a rank's work, but run a forward as soon as the pulls so far have waited for its weights.
 
     Only a first stage computes between pulls: a later stage would have to wait for a hidden state.
     """
@@ -67,7 +67,7 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work at which a wait for pushes does not delay other ranks.
+    """Return the first index in a rank's work at which waiting for pushes does not delay other ranks.
 
     On a first stage, this is the index after the rank's last message. On other stages, it is the end of the rank's
     work, because not all ranks of a stage send.

@@ -34,7 +34,7 @@ for _name in ("tp_enter", "tp_sum", "tp_max"):
 for _name in _LONGER | _SHORTER:
     define(f"hydragraph::{_name}", "(Tensor x, SymInt dim, SymInt ranks) -> Tensor")
 # hidden (R), this rank's rows of the head, from row `start` -> the loss (R), and the gradients of hidden (P) and of the
-# rows. `rows`: approximate rows per rank, equal on all ranks; `classes`: rows on all ranks together; `smoothing`: label
+# rows. `rows`: approximate rows per rank, equal on all ranks; `classes`: total rows on all ranks; `smoothing`: label
 # smoothing.
 define("hydragraph::tp_head_loss", f"({_HEAD}, float smoothing, SymInt classes) -> (Tensor, Tensor, Tensor)")
 # The same inputs -> each token's loss and log-sum-exp (R).

@@ -42,7 +42,7 @@ aten = torch.ops.aten
 BACKENDS = ("inductor", "eager")
 # First symbolic size for which kernels are tuned.
 TUNED = 2048
-# Maximum number of codes per piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum compiled versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
@@ -141,7 +141,7 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # The sizes differ, because Inductor would merge the symbols of tokens and sequences otherwise.
+        # The sizes differ, because Inductor would otherwise merge the symbols of tokens and sequences.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:

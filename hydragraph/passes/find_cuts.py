@@ -187,7 +187,7 @@ class _Walk:
         """Shard the parameters that are combined elementwise with a sharded value: biases, taps, and scales."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
-        # One segment of a fused product has other units than the whole product.
+        # One segment of a fused product has different units from the whole product.
         if cut.outer or not (cut.pieces or (cut.start, cut.length) == (0, width(cut.lead))):
             return
         for operand in node.all_input_nodes:
@@ -210,7 +210,7 @@ class _Walk:
                 return chain if self._may_cut(node, chain[0][0]) else []
             inputs = node.all_input_nodes
             rows = chosen_rows(node)
-            if rows is not None and dim > 0:  # the rows are another dimension
+            if rows is not None and dim > 0:  # the chosen rows are dimension 0
                 node = rows
             elif node.target is aten.squeeze.dim:
                 node, squeezed = operands(node)

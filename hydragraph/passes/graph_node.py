@@ -96,7 +96,7 @@ def known_product(node: fx.Node) -> Product:
 
 
 def chosen_rows(node: fx.Node) -> fx.Node | None:
-    """Return the placeholder whose rows an operator chooses, such as experts' biases, or None."""
+    """Return the placeholder whose rows an operator selects, such as experts' biases, or None."""
     if node.target is not aten.index.Tensor or len(operands(node)[1]) != 1:
         return None
     source: fx.Node = operands(node)[0]

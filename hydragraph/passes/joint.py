@@ -3,7 +3,8 @@
 Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
 ("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
 example, 32 heads are 32 P in the trace, and 16 heads for degree 2. Under sequence parallelism, the degree itself also
-appears, because all ranks' tokens are degree times a rank's tokens. In the trace, the degree is a second prime Q.
+appears, because all ranks together have degree times as many tokens as one rank. In the trace, the degree is a
+second prime Q.
 
 The model's own numbers are less than Q and P, so they remain distinguishable from multiples of the primes after sums
 and products (Kronecker's substitution). A degree gets its own trace if it is uncertain whether a number is a multiple,
@@ -37,7 +38,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 _LOG = logging.getLogger(__name__)
 
-# Models' numbers are smaller than these primes, and P times the elements of a weight fits in 64 bits.
+# Models' numbers are smaller than these primes, and P times a weight's number of elements fits in 64 bits.
 SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # bounds of an unlimited slice

@@ -2,8 +2,8 @@
 
 The storages that the partitioner "min_cut" saves are dropped one by one until the budget's fraction of their bytes
 remains. Each step drops the storage that adds the least recomputation cost per byte. Inputs and results of the forward
-do not count. Attention, collectives and random numbers are never recomputed, so values whose recomputation needs them
-stay saved.
+are not counted. Attention, collectives and random numbers are never recomputed, so values whose recomputation needs
+them stay saved.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Recalled(Unsupported):
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
-    """Capture a model with example sizes, and again with other sizes if a number in the graph matches the first ones.
+    """Capture a model with example sizes; if a number in the graph matches one, capture it again with other sizes.
 
     Raises:
         Recalled: a number matches in every example.
@@ -71,7 +71,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     for node in graph.graph.nodes:
         for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
             if any(_recalls(number, size) for size in unlike):
-                what = f"{node.target} takes {number}, which may come from an example's number of tokens or sequences"
+                what = f"{node.target} takes {number}, which may be derived from the example's token or sequence count"
                 raise Recalled(what, where=where, remedy=_REMEDY)
     if hints:
         _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()

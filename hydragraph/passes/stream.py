@@ -228,7 +228,7 @@ def _pulls(
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
-    """Yield all pushes; stages that do not stream push a bucket together, after the last backward of all."""
+    """Yield all pushes; stages that do not stream push a bucket together, after the last of their backwards."""
     outline = placement.outline
     whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
     for stage in placement.stages:

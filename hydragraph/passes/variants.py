@@ -35,7 +35,7 @@ CAPACITY = 64  # large enough: models have about three templates, and strategies
 
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs
-_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # seconds of each graph pass
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # time of each graph pass, in seconds
 _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants on devices
 
 
@@ -259,7 +259,7 @@ def local_parameters(program: Program, block: Block, template: Template) -> Mapp
 
 
 def pass_seconds(variant: Variant) -> Mapping[str, float]:
-    """Return the seconds of each graph pass; empty if another process made the variant."""
+    """Return the duration of each graph pass in seconds; empty if another process made the variant."""
     return _seconds.get(variant, {})
 
 
