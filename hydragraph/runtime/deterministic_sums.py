@@ -1,9 +1,9 @@
 """Constraints of deterministic runs, whose results depend bitwise only on the model and the data.
 
 Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`).
-All stages must have the same tensor-parallel degree, because a product that is split over ranks is summed in another
-order than a whole product. All devices must be of the same kind, and a CPU uses one thread, because libraries choose
-the order of sums by processor and thread count.
+All stages must have the same tensor-parallel degree, because a product that is split over ranks is summed in a
+different order from a whole product. All devices must be of the same kind, and a CPU uses one thread, because libraries
+choose the order of sums by processor and thread count.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Deterministic:
                 if cut != (self.degree, self.sequence_parallel):
                     raise Unsupported(
                         f"a stage has {_cut(*cut)}, but others have {_cut(self.degree, self.sequence_parallel)}: sums "
-                        "over shards would differ in bits",
+                        "over shards would not be bitwise equal",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="give all stages of all strategies the same degree and sequence parallelism",
                     )
@@ -91,14 +91,14 @@ class Deterministic:
                 if stage.kind.sums_in_pieces:
                     raise Unsupported(
                         f"the stage on devices {list(stage.devices)} has sums in pieces: products of fewer tokens "
-                        "at a time may differ in bits",
+                        "may not be bitwise equal to whole products",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="leave out sums_in_pieces (p in strategy text), or train without deterministic",
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(
-                        f"a stage lists devices {list(stage.devices)}: sums over more than two devices are in "
-                        "ascending order of devices",
+                        f"a stage lists devices {list(stage.devices)}: sums over more than two devices depend on "
+                        "the order, which must be ascending",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="name a stage's devices in ascending order",
                     )
@@ -122,7 +122,7 @@ class Deterministic:
         # PyTorch's fused CPU kernels use another formula for elements after the last full vector register.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
-                "with fused=True, the last elements of each shard are rounded differently",
+                "with fused=True, the last elements of each shard are rounded differently from the others",
                 where=f"{_WHERE}, optimizer {type(optimizer).__name__}",
                 remedy="leave fused out, or use hydragraph.AdamW",
             )

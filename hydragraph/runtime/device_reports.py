@@ -27,7 +27,8 @@ from hydragraph.version import __version__
 
 # Minimum ratio of speeds (rank to median of its type) and of memory sizes (smaller to larger rank of a type).
 ALIKE = 0.8
-# Maximum probes of a device; the fastest counts. Probes are repeated only if devices of one name differ in speed.
+# Maximum probes of a device, of which the fastest is used. Probes are repeated only if devices of one name differ in
+# speed.
 PROBES = 6
 COPIED = 1 << 25
 # Packages that must have the same version on all hosts.

@@ -220,7 +220,7 @@ def start_exact_push(
             buffers.give(total)
         return home
 
-    push = Finish(finish, pushes[-1].message)  # messages of one communicator end in order
+    push = Finish(finish, pushes[-1].message)  # messages of one communicator complete in order
     return _handed_on(push, handing, home, groups, buffers)
 
 
@@ -329,7 +329,7 @@ class _Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Sums need a separate channel: ranks send them in the same order, but not after the same pushes.
+        # Sums need a separate channel: ranks send them in the same order, but between different pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:

@@ -106,7 +106,7 @@ class Executor:
     """Executor of prepared programs on one rank.
 
     Args:
-        rounded: weights to pull, if the optimizer keeps them rounded.
+        rounded: 16-bit weights to pull, if the optimizer maintains them.
         deterministic: make sums over micro-batches and ranks exact (`kernels.exact_sums`).
 
     Attributes:
@@ -190,7 +190,7 @@ class Executor:
         try:
             outcome = self._follow(iteration, update, says)
         except BaseException:
-            # A copy from the host may still write to memory.
+            # A copy from the host may still be writing to memory.
             with self.streams.on(Stream.OFFLOAD):
                 copied = self.streams.mark()
             self.streams.wait(copied)
@@ -617,7 +617,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return (parts [2, 3], scale): over ranks, row 0 sums to the loss, row 1 to the squared norm times scale**2.
+        """Return (parts [2, 3], scale): summed over ranks, row 0 gives the loss, row 1 the squared norm * scale**2.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.

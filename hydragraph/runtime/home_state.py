@@ -273,7 +273,7 @@ def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception
 
 
 def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
-    """Reject parameter groups chosen by shape, by calling the factory again with tensors of the whole shapes."""
+    """Reject parameter groups chosen by shape, by calling the factory again with full-shape tensors."""
     named, whole = state.named(), _whole(state)
     try:
         of_whole = _options(factory(whole), whole)

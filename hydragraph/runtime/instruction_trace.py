@@ -15,7 +15,7 @@ from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds that a step waited for weights, gradients, activations, and copies to and from host memory."""
+    """Times in seconds that a step waited for weights, gradients, activations, and copies to and from host memory."""
 
     pull: float = 0.0
     push: float = 0.0
@@ -104,7 +104,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message with a value; with `more`, another message must still forward the value."""
+        """Time a wait for a message that carries a value; `more`: another message must still forward the value."""
         began = self._clock.now()
         yield
         ended = self._clock.now()

@@ -1,8 +1,8 @@
 """Measurement of links within nodes, between nodes, and between all pairs of ranks of two nodes simultaneously.
 
 A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
-direction is timed separately; the fastest of several repetitions counts. If pairs between two nodes are slower together
-than alone, they share network cards.
+direction is timed separately; the fastest of several repetitions is used. If pairs between two nodes are slower
+together than alone, they share network cards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MeasuredLinks:
 
 
 def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
-    """Measure the links between ranks on these nodes; all ranks call it."""
+    """Measure the links between ranks on these nodes; all ranks must call this."""
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     by_node = list(ranks.values())
     within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}
@@ -74,7 +74,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs; each pair meets once. If the number is odd, one player pauses in each round."""
+    """Return rounds of disjoint pairs; each pair meets once. With an odd number, one player pauses in each round."""
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -110,8 +110,8 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """Estimate the number of network cards of a node.
 
     Args:
-        alone_s: seconds of a message if one pair sends alone.
-        together_s: seconds of the slowest message if all pairs send at once.
+        alone_s: time of a message if one pair sends alone.
+        together_s: time of the slowest message if all pairs send at once.
     """
     if pairs < 2:  # one pair uses one card
         return 1
@@ -140,7 +140,7 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
 
 
 def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
-    """Return the seconds of a message, given the seconds until its answer arrives.
+    """Return the time of a message, given the time until its answer arrives.
 
     Args:
         before: smaller messages, of which the smallest takes as long as the answer; if empty, message and answer have
@@ -150,12 +150,12 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
 
 
 def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:
-    """Return half the seconds of a round trip of `size` bytes between the ranks of a pair."""
+    """Return half the round-trip time of `size` bytes between the ranks of a pair, in seconds."""
     return median(answered(groups, pair, size, size, repeats)) / 2
 
 
 def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
-    """Return the seconds that the first rank of a pair waits for answers; `size` and `answer` are in bytes."""
+    """Return how long the first rank of a pair waits for each answer, in seconds; `size` and `answer` are in bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]

@@ -38,7 +38,7 @@ class Pending:
     """Value in flight: its exchange ends on one stream, and another stream then waits for it.
 
     Args:
-        at_once: whether to end the exchange right after its start, if the device queues waits. Pass False if the end
+        at_once: whether to end the exchange right after its start, if the device queues waits. Pass False if this
             would delay later work of the stream.
     """
 

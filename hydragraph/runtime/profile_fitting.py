@@ -1,6 +1,6 @@
 """Fitting of the cost models' constants by non-negative least squares.
 
-The fit minimizes the relative errors of micro-batches, weighted by their seconds. Each number of tokens is measured as
+The fit minimizes the relative errors of micro-batches, weighted by their times. Each number of tokens is measured as
 one sequence and as several sequences, whose times differ only in the quadratic part. For attention with a window or
 chunks, the fit has a column of sums of `Reach.pairs`.
 
@@ -44,7 +44,7 @@ class CurveFit:
     Attributes:
         a, b, c: constants in s / token^2, s / token and s; a constant is 0 if the measurements do not show it.
         residual: root mean square relative error, weighted by seconds.
-        quadratic: fraction of the longest micro-batch's time that attention explains.
+        quadratic: fraction of the longest micro-batch's time that is due to attention.
         near: seconds per pair of tokens, for attention with each window or chunk.
     """
 
@@ -171,7 +171,7 @@ class Measured:
     Attributes:
         piece: sizes of the template, without seconds.
         reaches: how far each attention call reaches; if empty, the time is linear.
-        forward: seconds of the forward, which are part of `seconds`; empty if not measured.
+        forward: times of the forward, which `seconds` includes; empty if not measured.
     """
 
     piece: BlockPiece
@@ -188,7 +188,7 @@ class Measurements:
     times: Mapping[str, Measured]
 
     def total(self, templates: Sequence[str]) -> list[float]:
-        """Return the seconds of consecutive blocks and the aux graph, by micro-batch."""
+        """Return the times of consecutive blocks and the aux graph in seconds, by micro-batch."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
 
@@ -217,7 +217,7 @@ def fit_profile(
     Args:
         blocks: template of every block of the model, in order.
         found: measurements by kind of stage, including plain stages of every scheme's degree.
-        messages: bytes and seconds; empty for one rank.
+        messages: sizes in bytes and times in seconds; empty for one rank.
     """
     unfit = {}
     util = {}

@@ -2,7 +2,7 @@
 
 Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
 stage is the sum of its templates' times. All groups of ranks run simultaneously, as in training, and the median over
-groups and repetitions counts. Measurements take turns until the standard error of each time is below `PRECISE`.
+groups and repetitions is used. Measurements take turns until the standard error of each time is below `PRECISE`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def measure(
     Args:
         places: place of each rank, or None if all ranks are in one place. The result has a profile of each type of
             device.
-        messages: bytes and seconds of messages, if already measured.
+        messages: sizes in bytes and times in seconds of messages, if already measured.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
@@ -258,12 +258,12 @@ def type_name(device: torch.device) -> str:
 
 
 def host_memory() -> int:
-    """Return the bytes of this host's memory."""
+    """Return the size of this host's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_memories(groups: Groups) -> list[float]:
-    """Return the bytes that each rank may use, excluding contexts and communicators on a GPU.
+    """Return the memory in bytes that each rank may use, excluding contexts and communicators on a GPU.
 
     Ranks of one host or GPU split its memory equally.
     """
@@ -324,7 +324,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 def _per_element(
     groups: Groups, repeats: int, make: Callable[[int], Callable[[], object]], types: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Time functions made for two shard sizes; return (constant, seconds per element) of each type's slowest rank."""
+    """Time the functions for two shard sizes; return (constant, seconds per element) of each type's slowest rank."""
     device = groups.world.device
     by_size: list[dict[str, float]] = []
     for elements in UPDATED:
@@ -414,7 +414,7 @@ class _Bench:
         return _Timing(self, block, tuple(rows), self._links(piece, rows, device), pieces, stages, reaches)
 
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
-        """Run every micro-batch through chains of a block; return the forward's and backward's seconds by rank."""
+        """Run every micro-batch through chains of a block; return the times of forward and backward by rank."""
         runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
         chains = list(zip(links, rows, strict=True))
         for count, row in chains[:1]:  # warm-up, because new weights use memory for the first time
@@ -435,7 +435,7 @@ class _Bench:
         return [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward, averaged over a chain of blocks; all ranks start together."""
+        """Return the times of a forward and a backward, averaged over a chain of blocks; all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
@@ -573,7 +573,7 @@ class _Timing:
 
     Attributes:
         links: number of blocks in a chain, by micro-batch.
-        turns: seconds by repetition, rank and micro-batch.
+        turns: times in seconds by repetition, rank and micro-batch.
     """
 
     bench: _Bench
@@ -595,7 +595,7 @@ class _Timing:
 
     @property
     def error(self) -> float:
-        """Largest relative standard error of the seconds of repetitions, over all types of device."""
+        """Largest relative standard error of the repetitions' times, over all types of device."""
         turns = self.turns if len(self.turns) == 2 else self.turns[1:]
         return max(
             standard_error(

@@ -63,7 +63,7 @@ class SpeedProbe:
         self.most_s = 0.0
 
     def __call__(self) -> ProbeResult:
-        """Run the probe and return its result, empty if `most_s` is 0."""
+        """Run the probe and return its result, which is empty if `most_s` is 0."""
         if self.most_s <= 0:
             return ProbeResult()
         size = SIZES[self._device.type]

@@ -25,7 +25,7 @@ class StatePlace:
 
     Attributes:
         generation: number of earlier moves.
-        home: owners of the state, with nodes if the home has copies.
+        home: owners of the state; its `nodes` are set if there are two copies.
     """
 
     generation: int
@@ -85,8 +85,8 @@ class Standing:
     """States of one rank when ranks form a new world.
 
     Attributes:
-        arrived: complete state that a move brought, but to which the rank has not switched.
-        called: numbers that the rank has had since `held`, in worlds that did not complete a move.
+        arrived: complete state that a move brought, and to which the rank has not yet switched.
+        called: rank numbers of this process since `held`, in worlds that did not complete a move.
     """
 
     held: HeldState
@@ -105,9 +105,9 @@ class AgreedState:
 
     Attributes:
         generation: generation of the agreed state, or -1 if no rank has any state.
-        before: number of each new rank in the agreed state, or None if the rank has no valid state.
+        before: for each rank, its number in the agreed state, or None if it has no valid state.
         updates: number of updates after all ranks have finished their step.
-        leader: the first rank that has finished its step; its hyperparameters count.
+        leader: the first rank that has finished its step; its hyperparameters are used.
     """
 
     generation: int

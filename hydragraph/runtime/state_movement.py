@@ -1,8 +1,8 @@
 """Movement of weights and optimizer state from one home to another.
 
 `ir.link.move` links each bucket's old and new layout. The whole state, in the order of buckets, is divided into windows
-of at most CHUNK bytes. Per window, a rank sends each other rank one message. The old state stays unchanged until the
-new one is complete.
+of at most CHUNK bytes. For each window, a rank sends one message to every other rank. The old state stays
+unchanged until the new one is complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
-CHUNK = 128 << 20  # bytes of a window
+CHUNK = 128 << 20  # size of a window in bytes
 AHEAD = 2  # maximum windows in flight
 
 _WEIGHT = ""
@@ -159,7 +159,7 @@ class Route:
         return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
 
     def width(self, parameter: str) -> int:
-        """Return the bytes of one element of a parameter in all columns."""
+        """Return the size in bytes of one element of a parameter, over all columns."""
         return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
 
     def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:

@@ -75,7 +75,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             "element in the same way",
             where=f"optimizer {kind.__name__}",
             remedy=f"use {base.__module__.partition('.')[0]}.{'optim.' if base is not AdamW else ''}{base.__name__} "
-            "itself, and move the addition into the loss or a learning-rate schedule",
+            "itself, and move your change into the loss or a learning-rate schedule",
         )
     check_hooks(optimizer)
 

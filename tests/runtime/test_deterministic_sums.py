@@ -215,7 +215,7 @@ def chosen_alike(prepared: Ready) -> tuple[Seen, list[str], tuple[tuple[int, boo
     reports = [exe.step(batch(i)) for i in range(STEPS)]
     seen = Seen([r.loss for r in reports], [r.grad_norm for r in reports], exe.full_state_dict())
     assert isinstance(exe.profile, Costs)
-    with pytest.raises(hg.Unsupported, match="degree 2 where others"):
+    with pytest.raises(hg.Unsupported, match="degree 2, but others"):
         exe.check(hg.Strategy.parse("<tp2,pp1>", layers=2), 4)
     exe.close()
     return seen, [str(strategy) for strategy in exe.strategies], exe.profile.profile.cuts
