@@ -177,8 +177,7 @@ def compile(
         trust: whether to load the folder's Inductor code, which runs with your permissions.
         joining: whether to join running ranks later (`Executable.move`); pass their arguments, but with a meta model.
         deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
-        window: maximum bytes of fp32 gradients in flight; as many weights may be in flight. None: twice the largest
-            block.
+        window: maximum bytes of fp32 gradients, and of weights, in flight; None: twice the largest block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -210,8 +209,7 @@ def compile(
         graphs = (mode_of(check), captured.library, captured.variants)
         options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
         given = (model, program, strategy, optimizer, world, options)
-        joins = apart_now or bool(fewer)
-        executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=joins)
+        executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=bool(apart_now or fewer))
         if fewer:
             begin_with_fewer(executable, model, world, fewer)
     return _held(executable, joining)

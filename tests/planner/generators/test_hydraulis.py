@@ -99,5 +99,5 @@ def test_a_context_below_one_level_is_proposed_for() -> None:
 def test_what_no_scheme_takes_is_refused() -> None:
     with pytest.raises(hg.Unsupported, match="no measured scheme fits 500000 tokens on 8 devices"):
         planner.propose(PROFILE, [100, 500_000], 8, 500_000)
-    with pytest.raises(ValueError, match="at least one of each"):
+    with pytest.raises(ValueError, match="each must be at least 1"):
         planner.propose(PROFILE, [0], 8, 100)
