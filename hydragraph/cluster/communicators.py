@@ -358,7 +358,8 @@ class Groups:
     def _direction(self, source: int, destination: int) -> dist.ProcessGroup:
         if source == destination or not max(source, destination) < self.world.ranks:
             raise ValueError(
-                f"rank {source} cannot send to rank {destination} of {self.world.ranks}: name two different ranks"
+                f"rank {source} cannot send to rank {destination}: name two different ranks from 0 to "
+                f"{self.world.ranks - 1}"
             )
         return self._directions[_Direction.UP if destination > source else _Direction.DOWN]
 

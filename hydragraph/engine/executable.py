@@ -124,7 +124,7 @@ class Executable(Membership):
             raise Unsupported(
                 "this rank does not plan",
                 where="choose_from",
-                remedy="call choose_from on rank 0 of an executable compiled with a profile or several strategies",
+                remedy="compile with a profile or several strategies, and call choose_from only on rank 0",
             )
         for strategy in strategies:
             self.check(strategy, self.world.ranks)
@@ -276,7 +276,7 @@ class Executable(Membership):
             raise ValueError(f"weights: dtype {dtype} is not a floating dtype; give torch.bfloat16 or torch.float32")
         if not to or len(set(to)) < len(to) or not set(to) <= set(range(self.ranks)):
             raise ValueError(f"weights: to={tuple(to)} must list different ranks from 0 to {self.ranks - 1}")
-        self.groups.same_everywhere("dtype and ranks of weights()", f"{dtype} {sorted(to)}")
+        self.groups.same_everywhere("call weights(dtype, to)", f"{dtype} {sorted(to)}")
         weights = PublishedWeights(self._compiled, self._session, dtype)
         self._holding.begin()
         pieces = self._weights(weights, to)

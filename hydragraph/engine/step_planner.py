@@ -22,7 +22,7 @@ class IterationPlan:
 
     Attributes:
         seconds: expected time of the iteration, or 0 for the quick plan.
-        late: whether this is the quick plan.
+        late: whether the full plan was not ready in time, so that this is the quick plan.
     """
 
     candidate: int

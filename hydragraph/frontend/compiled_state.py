@@ -66,7 +66,7 @@ class _Names:
     Attributes:
         now: returns the current values, or None if the owner no longer exists.
         plain: values that are compared directly.
-        others: results of `_frozen` for the other values.
+        others: values of other types, as `_frozen` returned them at compilation; `check` compares the current ones.
         known: all names, or None to ignore added names.
         kind: class of the owner; an added name matters only if the code of this class mentions it.
     """

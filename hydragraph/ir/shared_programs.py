@@ -48,8 +48,8 @@ class SharedPrograms(Sequence[RankProgram]):
         for header, kind, peers in zip(self.headers, self.kinds, self.peers, strict=True):
             if len(set(peers)) != len(peers) or len(peers) != counts[kind]:
                 raise ValueError(
-                    f"rank {header.rank}: its peers are {list(peers)}: give {counts[kind]} different peers, as in the "
-                    "body of its kind"
+                    f"rank {header.rank}: its peers are {list(peers)}: give {counts[kind]} different peers, one "
+                    "for each peer in the program of its kind"
                 )
         object.__setattr__(self, "_places", places)
 

@@ -21,10 +21,11 @@ from hydragraph.spec.home_text import consecutive
 
 TABLE = "ranks.txt"
 _LEGEND = """\
-# {ranks} ranks run {kinds} kinds of program; a row identifies a rank in the text of its kind:
-#   kind    which one: program_KIND.txt
-#   P       its pipeline, or those that share its stage, in the order of that text
-#   T       the ranks of its stage, in tensor-parallel order
+# {ranks} ranks run {kinds} kinds of program. Each kind has one text, with letters in place of the numbers that differ
+# between its ranks; a row below gives one rank's numbers:
+#   kind    the text is program_KIND.txt
+#   P       the rank's pipeline: one number for each "pipeline P" in the text
+#   T       all ranks of its stage, in tensor-parallel order
 #   peers   the ranks that the text calls A, B, ...
 # `hydragraph show DIR --rank R` prints a rank's full program."""
 _COLUMNS = ("rank", "kind", "P", "T", "peers")

@@ -55,8 +55,8 @@ class Stage:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
         if not isinstance(self.recompute, bool) and not is_budget(self.recompute):
             raise ValueError(
-                f"recompute is {self.recompute!r}: use true (save only inputs), false, or a memory budget between 0 "
-                "and 1 in hundredths, such as 0.5"
+                f"recompute is {self.recompute!r}: use true (save only inputs), false, or the fraction of "
+                "activations to save, from 0.01 to 0.99 with at most two decimals, such as 0.5"
             )
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
             raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")

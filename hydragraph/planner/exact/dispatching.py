@@ -2,10 +2,10 @@
 
 Equations of Hydraulis -> functions:
 
-    Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, of `problem.problem_of`
+    Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, on arrays of `problem.problem_of`
     Eq. 3, the largest over pipelines            `Dispatch.seconds`; `integer_programs.exact_dispatch`, as published
     Alg. 1                                       `greedy`
-    a lower bound on Eq. 3 (ours)                `spread_search.bounded`, with the room of `eq3_room`
+    a lower bound on Eq. 3 (ours)                `spread_search.bounded`, called with `eq3_room(problem)`
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ def search(
     """
     nodes = nodes_of(costs)
     if not nodes:
-        raise Unsupported("all devices are lost", where="plan", remedy="leave at least one rank running in the health")
+        raise Unsupported(
+            "all devices are lost", where="plan", remedy="give at least one rank a finite rate in the health"
+        )
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf

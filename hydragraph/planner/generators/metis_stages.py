@@ -119,7 +119,7 @@ class TypedDevices:
                 nodes.setdefault((cluster.node_of(rank), kind), []).append(rank)
         if not nodes:
             raise Unsupported(
-                "all devices are lost", where="plan", remedy="leave at least one rank running in the health"
+                "all devices are lost", where="plan", remedy="give at least one rank a finite rate in the health"
             )
         # In another order, groups of 1, 2, 4, ... ranks would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))

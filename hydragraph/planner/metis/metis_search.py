@@ -65,8 +65,8 @@ def search(
             degrees.
         mixed_tp: allow replicas of several types, which Metis prices like their first type; default: False for "exact",
             else True.
-        groups: for "exact": "all" (default) allows stages of any power of two of ranks, "metis" only of at least ranks
-            // stages ranks.
+        groups: for "exact": "all" (default) allows stages of any power of two of ranks, "metis" only those of at
+            least `ranks // stages` ranks.
 
     Raises:
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.

@@ -216,7 +216,7 @@ class Controller:
     def _ask(self, step: int) -> None:
         """Request another plan if rates or costs have changed, or the last search was quick."""
         replanning = self._replanning
-        assert replanning is not None, "only a controller with replanning requests plans"
+        assert replanning is not None, "a controller without replanning never requests plans"
         health = self.health
         if replanning.planner.busy:
             return
