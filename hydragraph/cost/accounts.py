@@ -116,7 +116,6 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
 
 
 def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
-    """Return a function from (value, waiting rank) to the time when the last participant started the exchange."""
     began: dict[str, float] = {}
     for events in ranks:
         for event in events:
@@ -230,7 +229,6 @@ def _value(transfer: Instruction) -> str:
 
 
 def _awaited(timeline: Timeline, a: int, i: int) -> Iterable[int]:
-    """Return the transfers for which instruction i waits; for a commit, all transfers in the order of their ends."""
     program = timeline.actors[a].program
     if program.instructions[i].op is not Op.COMMIT:
         return program.needs[i]

@@ -68,7 +68,6 @@ class BlockPiece:
 
     @classmethod
     def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> BlockPiece:
-        """Return a piece with separate curves; `sizes` are the other fields."""
         one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
         together = Constants.sum([(1, one), (1, two)])
         return cls(together, **sizes, forward=forward, backward=backward)

@@ -75,7 +75,7 @@ class CompiledBlocks:
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return s (`partial_recomputation`), from a block's variants without, with partial and with full recomputation."""
+    """Return s (`partial_recomputation`) of a block."""
     least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
     return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
 

@@ -79,8 +79,6 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
 
     Args:
         table: for `stages` stages and at least `count` micro-batches.
-        rows: seconds by micro-batch number [M, S, 5].
-        order: micro-batch number at each position.
         scratch: buffers for at least `count` micro-batches.
     """
     work, micro_batch, skip, stage = table

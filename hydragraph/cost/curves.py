@@ -52,7 +52,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: a valid fit has c >= 0, a > 0 (or `near`), and b > 0 (or a positive `near`)."""
+        """Whether the fit failed."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 

@@ -179,7 +179,6 @@ class _Rates:
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
 
     def fixed(self, products: Sequence[Product]) -> float:
-        """Return the constant part of the products' seconds: launches, and `half` additional tokens."""
         if not self.roofline:
             return 0.0
         operations = sum(2 * times * n * k * self._slower(n, k) for times, n, k in products)
@@ -297,7 +296,6 @@ def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Itera
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
-    """Return for each weight how many experts' matrices multiply a token."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     rows_by_weight = {}
     for node in graph.nodes:

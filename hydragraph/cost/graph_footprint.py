@@ -91,10 +91,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
-    """Return a footprint as linear functions of the tokens, from footprints at 1,024 and 2,048 tokens per rank.
-
-    The functions ignore the 4 bytes that each further sequence adds per attention operator.
-    """
+    """Return a footprint as linear functions of the tokens, from footprints at 1,024 and 2,048 tokens per rank."""
     small = 1024 * part.tp
     large = 2048 * part.tp
     one, two = (footprint(variant, part, MicroBatch(tokens, 1)) for tokens in (small, large))
@@ -253,7 +250,6 @@ def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
 
 
 def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
-    """Return the hidden state and the weight of a fused head; None for other operators."""
     ops = torch.ops.hydragraph
     called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
     if node.op == "call_method" and node.target in called:

@@ -82,7 +82,6 @@ def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iter
 
 
 def unlike(every: Sequence[Parts]) -> list[Parts]:
-    """Return the distinct candidates, in order."""
     return list({tuple(np.round(parts, PLACES)): parts for parts in reversed(every)}.values())[::-1]
 
 

@@ -34,7 +34,6 @@ def within(
 
     Args:
         counts, sizes: number of buckets of each class, and elements of one bucket including all copies.
-        choices, seconds: candidates of each class, and their seconds.
         room: M [ranks].
     """
     from scipy.optimize import linprog  # only needed if the best owners do not fit

@@ -133,7 +133,6 @@ class LongestMicroBatch:
         return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
-        """Return a rank's peak without its state, cached by `form`."""
         if form not in self._peaks:
             if len(self._peaks) >= PEAKS:
                 self._peaks.pop(next(iter(self._peaks)))

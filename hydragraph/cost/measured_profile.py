@@ -68,7 +68,7 @@ class PipelineCost:
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Costs of its stages; without `parts`, a forward takes a third of a stage's seconds."""
+        """Costs of the stages."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:

@@ -45,10 +45,7 @@ class MemoryCurves(Sequence[MemoryCurve]):
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
-    """Return the exchanges that end before each instruction, as in the executor.
-
-    At each computation, the executor ends pulls that received no data; at each push, it ends earlier pushes.
-    """
+    """Return the exchanges that end before each instruction, as in the executor."""
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}
     now = 0.0

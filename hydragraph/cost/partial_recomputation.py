@@ -19,12 +19,7 @@ from hydragraph.cost.curves import Constants, Curve, Table
 def within_budget(
     plain: Mapping[str, BlockPiece], full: Mapping[str, BlockPiece], budget: float, shares: Mapping[str, float]
 ) -> dict[str, BlockPiece]:
-    """Return the pieces of all templates within a memory budget.
-
-    Args:
-        budget: b.
-        shares: s of each template.
-    """
+    """Return the pieces of all templates within a memory budget."""
     return {
         template: piece if template == AUX else _within(piece, full[template], budget, shares[template])
         for template, piece in plain.items()

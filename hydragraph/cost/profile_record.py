@@ -137,6 +137,5 @@ def _scheme(text: str) -> Scheme:
 
 
 def _gaps(by_name: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
-    """Return `MemoryModel.gap`; the name "node" stands for a whole node or more."""
     sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in by_name.items()}
     return tuple(sorted(sizes.items()))

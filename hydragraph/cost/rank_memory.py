@@ -277,7 +277,6 @@ class Walk:
         return replace(at_home, **largest, host=self._most_on_host), at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
-        """Apply an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
             if value.kind is ValueKind.WEIGHTS:  # the exchange ends for senders too
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
@@ -309,7 +308,6 @@ class Walk:
                 self._on_host.pop(value, None)
 
     def _offload(self, instruction: Instruction) -> None:
-        """Keep copied values on the device until the copy ends, and the other saved values until the fetch."""
         (saved,) = instruction.reads
         host, leaving = instruction.writes
         m = saved.micro_batch
@@ -389,7 +387,7 @@ class Walk:
             return
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # this rank's part of the input
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
@@ -404,7 +402,7 @@ class Walk:
         assert m is not None
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if leaves else 0  # this rank's part of the gradient
+        part = self._hidden_bytes(m) // self._part.tp if leaves else 0
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # during the computation

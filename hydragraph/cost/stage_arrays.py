@@ -192,8 +192,6 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
     Args:
         row: output [S, 5].
         seconds: of the pipeline's kind [S, R, 5, 3 + W].
-        squares, tokens: sum l^2 and sum l.
-        near: sums of `Reach.pairs` [W].
     """
     for s in range(stages):
         for part in range(PARTS):

@@ -64,7 +64,6 @@ class Ring:
         return max(0.0, self.times * each - self._beside_products(each / self.pieces, 1) - self.hidden)
 
     def _beside_products(self, each: float, tokens: int) -> float:
-        """Return the seconds of sums that overlap with products; the sum of a piece takes `each` seconds."""
         further = self.pieces - 1
         return sum(times * further * min(each, tokens * product_s / self.pieces) for times, product_s in self.beside)
 

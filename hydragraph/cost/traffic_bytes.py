@@ -31,11 +31,7 @@ class MessageBytes:
 
 
 class BucketTraffic:
-    """A bucket's layouts at home and on its stages, and the bytes that its exchanges need.
-
-    Args:
-        owners, users: layouts at home and on the stages.
-    """
+    """A bucket's layouts at home and on its stages, and the bytes that its exchanges need."""
 
     def __init__(self, owners: Layout, users: Layout) -> None:
         self.owners = owners
@@ -114,12 +110,7 @@ class HomeTraffic:
         self._known: dict[object, BucketTraffic] = {}
 
     def of(self, bucket: Bucket, stages: Sequence[tuple[int, ...]], kinds: Sequence[GradientKind]) -> BucketTraffic:
-        """Return the traffic of a bucket.
-
-        Args:
-            stages: ranks of each stage that uses the bucket.
-            kinds: each stage's gradient kind of replicated parameters.
-        """
+        """Return the traffic of a bucket."""
         owners = self.home_of(bucket)
         key = (bucket.form, tuple(stages), tuple(kinds), id(owners))
         if key not in self._known:
