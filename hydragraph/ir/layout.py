@@ -188,9 +188,6 @@ def _twice(
     """Split two copies of a bucket, the second shifted by half a bucket.
 
     The ranks of a node are adjacent and together own at most half of a copy, so no node owns an element twice.
-
-    Returns:
-        Index of the owner, lo, hi and copy of each interval; intervals may be empty.
     """
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
@@ -312,7 +309,6 @@ def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
 
 
 def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
-    """Sort intervals by rank, drop empty intervals, merge adjacent intervals, and set their buffer positions."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))

@@ -188,11 +188,7 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """One entry per slice and candidate sender, ordered by slice.
-
-    Attributes:
-        start: first entry of each slice.
-    """
+    """One entry per slice and candidate sender, ordered by slice."""
 
     src: Ints
     dst: Ints
@@ -281,7 +277,6 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
     if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
-    # Of the m cheapest candidates, choose the one with index turn % m.
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)

@@ -60,7 +60,6 @@ def _sent(
     nodes: Ints,
     way: int,
 ) -> Ints:
-    """Return the number of elements [senders, receivers], or an empty array if a needed element is missing."""
     ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)
     for number in range(at.shape[0]):

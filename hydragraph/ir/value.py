@@ -49,7 +49,6 @@ class Value(str):
     """A string, for fast comparison and hashing, with the information in its text as attributes.
 
     Attributes:
-        exchange: name of the value's pull or push, which is the bucket, or {bucket}@{n} if streamed.
         micro_batch: number of the micro-batch, counted within the pipeline or over all pipelines that share stages.
         block, bucket, exchange, position, micro_batch, peer: "" or -1 if the kind of value has none.
     """

@@ -335,7 +335,6 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that a pull (or push) waits for the oldest ones in flight, and only for as many as its window requires."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     room = outline.room(instruction.target for _, instruction in _of(program, op))

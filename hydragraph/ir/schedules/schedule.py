@@ -114,7 +114,6 @@ class Shape:
 
     @cached_property
     def links(self) -> Mapping[tuple[Place, Place], tuple[int, ...]]:
-        """Pipelines that pass directly from one place to another, by that pair of places."""
         links: dict[tuple[Place, Place], tuple[int, ...]] = {}
         for pipeline, chain in enumerate(self.places):
             for link in pairwise(chain):
@@ -335,7 +334,6 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
 
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:
-    """Return, for each number, the index of the next smaller number, or the length if there is none."""
     result = [len(numbers)] * len(numbers)
     larger: list[int] = []
     for i, number in enumerate(numbers):
