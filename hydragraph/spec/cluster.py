@@ -266,7 +266,7 @@ class Cluster:
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
-        """Return a node by number; if `nodes` is empty, every node has one card per device."""
+        """Return the node with this number. In a cluster without `nodes`, every device has its own network card."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:

@@ -95,7 +95,6 @@ class Strategy:
                     )
 
     def _placed_stages(self) -> Iterator[tuple[int, int, int, Stage]]:
-        """Yield (pipeline index, stage index, first layer, stage) for every stage."""
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
                 yield i, j, first, stage
