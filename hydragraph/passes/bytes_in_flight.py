@@ -69,8 +69,7 @@ def _pulled(instruction: Instruction) -> set[Value]:
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
     """Return the first index in a rank's work at which waiting for pushes does not delay other ranks.
 
-    On a first stage, this is the index after the rank's last message. On other stages, it is the end of the rank's
-    work, because not all ranks of a stage send.
+    On stages other than the first, this is the end of the rank's work, because not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

@@ -207,7 +207,6 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """Split the nodes into runs around uncompiled nodes; getitem nodes join the run of their operator."""
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:

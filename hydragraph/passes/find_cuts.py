@@ -199,11 +199,7 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return a value and its inputs up to a parameter, each with the index of the given dimension.
-
-        The value must come from one shardable parameter through pointwise operators, squeezes and row selections, and
-        no value on the way may have another reader. Otherwise, the list is empty.
-        """
+        """Return a value and its inputs up to a parameter, each with the index of the given dimension."""
         chain = [(node, dim)]
         while len(node.users) == 1:
             if node.op == "placeholder":

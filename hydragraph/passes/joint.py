@@ -153,7 +153,6 @@ def _widened(parameter: Parameter) -> Parameter:
 
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """Return the joint graph of a degree and its placeholders' values, or raise _NotProvenError."""
     # The converted forward must equal the degree's own forward, with equal inputs, because shards may be uneven.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
@@ -218,7 +217,6 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
-    """Return the number; raise _NotProvenError if it may be a multiple of a prime, or a multiple's inverse or root."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate, prime in itertools.product(candidates, (SHARE, RANKS)):

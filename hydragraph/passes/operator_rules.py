@@ -324,7 +324,6 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
-    """Return the cuts of values [T, heads, ...], marked as heads, or None if a value is not sharded by heads."""
     head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
@@ -369,7 +368,6 @@ def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
-    """Return whether a cut covers one whole segment that is as long as the lead's first segment."""
     bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
     segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
     return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length

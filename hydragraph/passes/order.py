@@ -53,10 +53,7 @@ def _of_action(
 def _in_order_of_sends(
     placement: Placement, mode: Mode, rank: int, instructions: Sequence[Instruction]
 ) -> list[Instruction]:
-    """Move receives earlier to match the order of each peer's sends, because messages arrive in order.
-
-    With interleaved stages, the value that a peer sends first may be needed last.
-    """
+    """Move receives earlier to match the order of each peer's sends, because messages arrive in order."""
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
     before: defaultdict[int, list[int]] = defaultdict(list)  # index -> receives there
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
@@ -104,10 +101,7 @@ def _forward(
 def _backward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, work: Work
 ) -> Iterator[Instruction]:
-    """Run the backwards of a stage's blocks, or one half of each, in reverse down to the lowest trainable block.
-
-    A block that lacks one of the halves runs its whole backward in the other half.
-    """
+    """Run the backwards of a stage's blocks, or one half of each, in reverse down to the lowest trainable block."""
     first, last = stage.blocks[role.visit]
     if last <= outline.lowest:
         return
@@ -142,6 +136,5 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
-    # Rank i of a stage with t ranks sends to receivers i, i + t, ...
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

@@ -228,7 +228,6 @@ def _pulls(
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
-    """Yield all pushes; stages that do not stream push a bucket together, after the last of their backwards."""
     outline = placement.outline
     whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
     for stage in placement.stages:
@@ -246,10 +245,7 @@ def _pushes(
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
-    """Return the time of each computation in a model in which every pipeline takes one unit of time.
-
-    A backward takes twice as long as a forward, and all blocks of a stage take equally long.
-    """
+    """Return the time of each computation in a model in which every pipeline takes one unit of time."""
     by_ranks = {stage.ranks: stage for stage in placement.stages}
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}

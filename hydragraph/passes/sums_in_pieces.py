@@ -44,7 +44,6 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
             copies[node] = graph.call_function(aten.unsqueeze.default, (copies[node], 0))
             copies[node].meta = dict(node.meta)
     for node in reversed(module.graph.nodes):
-        # Remove unused products and views, but not inputs.
         if node.op != "placeholder" and node.users and not copies[node].users:
             graph.erase_node(copies[node])
     graph.lint()
@@ -52,10 +51,7 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """Return the products [T, N] whose sum is this value or its view [T, N].
-
-    Return None if the value is not such a sum, or if it or a summand has several readers.
-    """
+    """Return the products [T, N] whose sum is this value or its view [T, N]."""
     if len(node.users) > 1:
         return None
     if node.target is aten.mm.default:

@@ -217,7 +217,6 @@ class Variants:
         return variant
 
     def _looked_up(self, spec: VariantSpec) -> Variant | None:
-        """Return the library's variant; warn once per kind of stage if it is missing."""
         if self._library is None:
             return None
         variant = self._library.variant(spec)
