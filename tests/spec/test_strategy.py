@@ -276,7 +276,7 @@ def test_sequence_parallel_is_a_boolean() -> None:
 
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, 0.125, -0.5, "0.5", None])
 def test_recompute_is_a_boolean_or_a_budget_in_hundredths(value: object) -> None:
-    with pytest.raises(ValueError, match=r"use true .*, false, or a memory budget between 0 and 1"):
+    with pytest.raises(ValueError, match=r"use true .*, false, or the fraction of activations to save"):
         Stage((0,), 1, recompute=value)  # type: ignore[arg-type]
 
 
