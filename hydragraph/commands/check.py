@@ -202,7 +202,6 @@ _UNKNOWN = (
 
 
 def _look_at_data(config: TrainConfig) -> bool:
-    """Print problems with the data; return whether training could begin."""
     from hydragraph.train.data import check_data, data_remarks
 
     try:

@@ -80,7 +80,7 @@ class StrategyRecord:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "variants"):  # JSON stores tuples as lists
+        for name in ("micro_batches", "variants"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 

@@ -159,7 +159,6 @@ def _is_library(node: fx.Node) -> bool:
 
 
 def _is_ordinary(node: fx.Node) -> bool:
-    """Return whether an uncompiled operator computes a tensor."""
     return node.target not in NO_WORK and makes_tensors(node.target)
 
 

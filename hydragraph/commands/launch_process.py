@@ -46,9 +46,6 @@ def first_seen(began: float) -> float:
 
     The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run that
     began after torchrun's process belongs to this job, and the result is 0.
-
-    Args:
-        began: start time of the run that this attempt found.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client

@@ -77,7 +77,6 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
 
 
 def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> Counter[Action]:
-    """Return a stage's actions in order, each with its number of blocks."""
     actions: Counter[Action] = Counter()
     for instruction in instructions:
         if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.target != "aux":
@@ -172,7 +171,7 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the schedules to a file; an existing file stays until the new one is complete."""
+    """Draw the schedules to a file."""
     check_drawn(path)
     from matplotlib.figure import Figure
 

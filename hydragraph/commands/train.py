@@ -198,7 +198,6 @@ def _code(number: int) -> int:
 def _train_when_elected(
     config: TrainConfig, nodes: Nodes, train: Callable[[Nodes, float], RunOutcome]
 ) -> RunOutcome | None:
-    """Follow the leader, and lead when elected; return the outcome if this machine led at the end."""
     from hydragraph.cluster.launch import follow
     from hydragraph.cluster.supervision.election import Deposed
 
@@ -230,7 +229,6 @@ def _train(
     nodes: Nodes | None = None,
     before: float | None = None,
 ) -> RunOutcome:
-    """Train on all ranks, and continue from the last checkpoint while restarts are left."""
     from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))

@@ -34,7 +34,7 @@ class Target:
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return a target that is met if `found` is at least `wanted`; `found` is None if not measured.
+        """Return a target that is met if `found` is at least `wanted`.
 
         Args:
             text: text to show instead of `wanted`.

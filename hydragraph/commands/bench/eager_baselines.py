@@ -74,7 +74,6 @@ class Baseline:
         return loss
 
     def backward(self, sequences: Sequence[Tensor]) -> float:
-        """Accumulate gradients over micro-batches; return the mean loss."""
         targets = sum(len(s) - 1 for s in sequences)
         losses = []
         for batch in self.batches(sequences):

@@ -41,7 +41,6 @@ class LinkSettings:
     Attributes:
         source: strategy whose gradients are pushed; "home": no push.
         target: strategy whose weights are pulled; "home": no pull.
-        cluster: simulated devices; None: `default_cluster`.
     """
 
     model: str

@@ -132,7 +132,6 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -
 def _measure(
     exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
 ) -> tuple[dict[str, SideResult], list[str]]:
-    """Check that the sides agree, and time them in turn; return results and notes on failed sides."""
     first = settings.sequences(0)
     tell("the first step of hydragraph")
     report = exe.step(first)
