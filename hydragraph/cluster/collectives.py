@@ -159,7 +159,6 @@ class Collectives(SumsProducts):
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> Started:
-        """Start `all_reduce`."""
         if self._exchanges(x):
             return self._exchange([x] * self.size, _sum)
         return self._native_all_reduce(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM)
@@ -178,7 +177,6 @@ class Collectives(SumsProducts):
         return self.start_all_gather(x, dim).result()
 
     def start_all_gather(self, x: Tensor, dim: int) -> Started:
-        """Start `all_gather`."""
         if self._exchanges(x):
             return self._exchange([x] * self.size, lambda parts: torch.cat(parts, dim))
         assert self.group is not None
@@ -198,7 +196,6 @@ class Collectives(SumsProducts):
         return self.start_reduce_scatter(x, dim).result()
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
-        """Start `reduce_scatter`."""
         parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
             # `_exchange` adds in a fixed order, and transfers no more bytes than gloo's reduce-scatter.
@@ -233,7 +230,6 @@ class Collectives(SumsProducts):
         return Started(lambda: self._ended([work], out))
 
     def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> Started:
-        """Send `parts[i]` to the stage's i-th rank, and combine the received parts in the stage's order."""
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
         sent = [part.contiguous() for part in parts]

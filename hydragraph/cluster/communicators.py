@@ -410,7 +410,6 @@ class Groups:
             abort_together(self._all())
 
     def close(self) -> None:
-        """Close all communicators."""
         self.closed = True
         groups = self._all()
         self._channels = {}

@@ -158,7 +158,7 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
-    """Return the store that the launcher's environment names; torchrun's agent or rank 0 hosts the store.
+    """Return the store that the launcher's environment names.
 
     torchrun's store outlives the ranks, so each restart uses new keys.
     """

@@ -36,7 +36,6 @@ class OfferedFile:
 
     @staticmethod
     def of(path: Path) -> OfferedFile:
-        """Hash a file."""
         with path.open("rb") as file:
             return OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
 

@@ -32,7 +32,6 @@ class Seen:
 
 
 def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
-    """Observe a process."""
     state, ticks = process.look()
     return Seen(state, progress, ticks)
 

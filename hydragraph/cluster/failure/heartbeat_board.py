@@ -124,7 +124,6 @@ class Board:
         self.lines[self.ranks].progress_s = seconds
 
     def close(self) -> None:
-        """Close the board."""
         del self.lines  # unmaps the memory
         with contextlib.suppress(OSError):
             os.close(self._descriptor)

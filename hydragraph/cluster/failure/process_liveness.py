@@ -35,7 +35,6 @@ class WatchedProcess:
 
     @staticmethod
     def own() -> WatchedProcess:
-        """Return this process."""
         return WatchedProcess.of(os.getpid())
 
     @staticmethod

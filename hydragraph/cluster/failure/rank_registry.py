@@ -22,11 +22,7 @@ class RollEntry:
 
 @dataclass(eq=False)
 class Roll:
-    """Ranks registered in a store, by machine.
-
-    Keys, below the namespace: `machine/M` is the number of ranks of machine M, `machine/M/i` the i-th rank, `board/M`
-    the address of their board, `machines` the number of machines, and `machines/i` the i-th name.
-    """
+    """Ranks registered in a store, by machine."""
 
     store: Store
     namespace: str

@@ -361,7 +361,6 @@ class Watch:
         return self._failure(fault)
 
     def close(self) -> None:
-        """Stop watching."""
         if self._thread is None or self._pid != os.getpid():
             self._stopped.set()
             return

@@ -61,7 +61,7 @@ def _can_fork() -> bool:
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
     """Make a fork the server; return False if this process has several threads.
 
-    Threads are counted after the fork, because some (OpenBLAS's) end just before a fork. The fork waits for the result.
+    Threads are counted after the fork, because some (OpenBLAS's) end just before a fork.
     """
     for name in preload:
         if name != "__main__":
@@ -126,7 +126,6 @@ def _end_fork(server: Any) -> None:
 def _be_server(
     listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any], classes: Collection[str]
 ) -> NoReturn:
-    """Run the server in a fork, once the launcher writes to `go`."""
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
     code = 1
     try:

@@ -5,9 +5,6 @@
    new name.
 3. A rank that finds its own word in the proposal, which is then newer than the rank, agrees at `agreed/NAME/r`.
 4. After all ranks have agreed, rank 0 confirms the name.
-
-Example: ranks 0 and 1, with words a and b, are started again. Rank 0 writes c and proposes (c, b). Rank 1 writes d,
-finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both ranks agree.
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ the members' registers and writes orders. The coordinator and the members poll, 
 4. After all of them have agreed, the coordinator confirms the proposal, and its members enter the generation.
 
 So no two generations are ever active at the same time.
-
-Example: member 1 of (0, 1, 2) dies, and members 0 and 2 announce after=1. Generation 2 is proposed to (0, 2). Member 2
-dies before it agrees, so generation 3 is proposed to (0,).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 When a pair has been broken for `CUT_S`, the leader drops machines, preferably those with few ranks, until no broken
 pair remains. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
-
-Example: the link between machines 1 and 2 fails. Machine 2 is dropped, or machine 1 if it has fewer ranks.
 """
 
 from __future__ import annotations

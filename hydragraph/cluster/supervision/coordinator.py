@@ -256,7 +256,6 @@ class Link:
         return message
 
     def close(self, why: str) -> None:
-        """Give up the link."""
         self.down = self.down or why
         with contextlib.suppress(OSError):
             self.connection.close()
@@ -477,7 +476,6 @@ class Hub:
             process.ended(Died(time.monotonic(), _lost(hello.node, link)))
 
     def _register(self, hello: Hello, post: _Post) -> _Post | None:
-        """Accept a deputy, and return its machine's earlier post."""
         link = post.link
         if self._adopting:
             post.processes = {number: RemoteProcess(link, number) for number in hello.members}

@@ -8,9 +8,6 @@ lead at the same time if their clocks run equally fast.
 
 A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, the machine
 keeps its ranks for the next leader (which waits for `GATHER_S`) only if the old leader has certainly ended.
-
-Example: machine 0 renews term 1 for the last time at 10.0 and is killed, so its term ends at 14.5. Machine 1, which
-read that renewal at 10.2, takes term 2 at 15.5.
 """
 
 from __future__ import annotations

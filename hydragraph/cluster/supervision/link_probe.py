@@ -42,7 +42,6 @@ class LinkProbe:
         self._peers = {node: address for node, address in peers.items() if node != self._number}
 
     def close(self) -> None:
-        """Stop probing."""
         self._closed.set()
         self._thread.join()
         self._socket.close()

@@ -158,7 +158,6 @@ class Deputy:
         self._asked_at = self._asked_at or time.monotonic()
 
     def _reach(self, patience_s: float) -> Link | None:
-        """Return the link to the leader; None: this machine was preempted or elected, or the run has ended."""
         began = time.monotonic()
         told = self._election is not None
         while self._asked_at is None and not (self._election is not None and self._election.leads):
@@ -192,7 +191,6 @@ class Deputy:
         return f"this machine could not connect within {patience_s:g} s to {where}; then {again} both machines"
 
     def _serve(self, link: Link) -> Over | None:
-        """Follow the leader's orders until the run ends; None: the link is down."""
         stops = Stops()
         if self._election is not None:
             self._election.join()

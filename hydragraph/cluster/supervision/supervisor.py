@@ -328,7 +328,6 @@ class Supervisor:
         self._plan_replacement(member)
 
     def _would_come_again(self, member: RankHandle, outcome: Raised) -> bool:
-        """Return whether an error would recur: by its type, or because two members raised it."""
         if isinstance(rebuilt(member.rank, outcome), AGAIN):
             return True
         same = [o for o in self._lost if isinstance(o.outcome, Raised) and o.outcome.summary == outcome.summary]
@@ -397,7 +396,6 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that do not join, or do not become ready, in time."""
         now = time.monotonic()
         elapsed = min(now - self._before, PAUSE_S)  # members are not blamed for a pause of this process
         self._before = now
