@@ -181,11 +181,7 @@ def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, as
 
 
 def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planning, more: bool) -> tuple[Costs, str]:
-    """Return the model's costs on the discovered devices, equal on all ranks, and a description of their source.
-
-    Args:
-        more: whether to include stages with sequence parallelism or recomputation.
-    """
+    """Return the model's costs on the discovered devices, equal on all ranks, and a description of their source."""
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
     schemes = tuple((tp, 1) for tp in degrees)

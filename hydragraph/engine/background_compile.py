@@ -117,7 +117,6 @@ class Readying:
         return Beforehand(self.variants, self.check, strategies)
 
     def take(self, offer: OfferedFile) -> str:
-        """Read the result of a preparation; return why the strategies cannot run, or ""."""
         try:
             prepared = offer.read()
         except (OSError, ValueError, RuntimeError) as error:

@@ -241,7 +241,6 @@ class IterationRunner(CollectiveCalls):
         return self._session.saying(coming.call.mark, self._reason_to_stop())
 
     def _reason_to_stop(self) -> int:
-        """Return a positive number if this rank should stop or meet other ranks before the next step, else 0."""
         member = here()
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
@@ -288,7 +287,6 @@ class IterationRunner(CollectiveCalls):
         return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
 
     def _describe(self, rank: int, index: int, number: int) -> str:
-        """Describe an instruction of another rank, which may be one iteration ahead or behind."""
         if self._running is None:
             return ""
         if number > self._communications:

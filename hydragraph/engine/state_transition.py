@@ -1,13 +1,11 @@
 """Current session of a rank, and the arriving session that its state is moving to.
 
-    current      arriving         meaning
-    none         none             a rank that was compiled to join others
-    A            none             the rank trains with A
-    A            B, incomplete    a move or a handover during a step fills B; a failure discards B
-    A            B, complete      the rank switches to B; after a failure, the next meeting decides
-    B            none             the rank trains with B
-
-When ranks meet again, they agree on whether to use a complete B.
+current      arriving         meaning
+none         none             a rank that was compiled to join others
+A            none             the rank trains with A
+A            B, incomplete    a move or a handover during a step fills B; a failure discards B
+A            B, complete      the rank switches to B; after a failure, the next meeting decides
+B            none             the rank trains with B
 """
 
 from __future__ import annotations

@@ -121,7 +121,6 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Plan with the last candidate or, if it cannot run all sequences, with the one that runs the longest."""
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

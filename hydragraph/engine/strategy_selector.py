@@ -48,10 +48,6 @@ class Chooser:
 
     Args:
         before: the previous chooser; this chooser closes it and reuses its planning processes.
-
-    Attributes:
-        decision: on rank 0, a sentence that says whether one strategy is kept, or "".
-        refused: reason why the last change was rejected, or "".
     """
 
     def __init__(
