@@ -344,7 +344,6 @@ class _Transfer:
         return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
 
     def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the pieces to send, packed and cast; the buffer itself if packing changes nothing."""
         if buffer.dtype == dtype and _is_whole(self.exchange.sends, len(buffer)):
             return buffer
         gathered = self.buffers.take(sum(self.exchange.sent), dtype)

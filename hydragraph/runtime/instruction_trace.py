@@ -122,7 +122,7 @@ class Timing:
         Args:
             kind: the template's index in `Program.kinds`.
             waited: function that returns the total seconds of waits for other ranks.
-            scheduled: function that returns the total seconds that this thread ran, and that it waited for its core.
+            scheduled: reader of this thread's times, like `thread_times.Scheduled`.
         """
         before = waited()
         ran, queued = scheduled()

@@ -170,7 +170,6 @@ class Measured:
 
     Attributes:
         piece: sizes of the template, without seconds.
-        reaches: how far each attention call reaches; if empty, the time is linear.
         forward: times of the forward, which `seconds` includes; empty if not measured.
     """
 
@@ -193,7 +192,6 @@ class Measurements:
         return [sum(column) for column in columns]
 
     def fit(self, templates: Sequence[str]) -> CurveFit:
-        """Fit `total`."""
         limited = {reach for t in templates for reach in self.times[t].reaches} - {WHOLE}
         whole = not limited or any(WHOLE in self.times[t].reaches for t in templates)
         return fit_work(self.rows, self.total(templates), [*limited, *([WHOLE] if whole else [])])

@@ -414,7 +414,6 @@ class _Bench:
         return _Timing(self, block, tuple(rows), self._links(piece, rows, device), pieces, stages, reaches)
 
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
-        """Run every micro-batch through chains of a block; return the times of forward and backward by rank."""
         runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
         chains = list(zip(links, rows, strict=True))
         for count, row in chains[:1]:  # warm-up, because new weights use memory for the first time
@@ -422,7 +421,6 @@ class _Bench:
         return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
     def _chain(self, block: Block) -> list[_Run]:
-        """Return runs of different blocks with this template: as many as the model has, but at most `CHAIN`."""
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
@@ -595,7 +593,6 @@ class _Timing:
 
     @property
     def error(self) -> float:
-        """Largest relative standard error of the repetitions' times, over all types of device."""
         turns = self.turns if len(self.turns) == 2 else self.turns[1:]
         return max(
             standard_error(

@@ -47,8 +47,7 @@ class SpeedProbe:
     """Probe of one device, which takes `most_s` seconds.
 
     Args:
-        clock: function that returns the time.
-        scheduled: function that returns the seconds that this thread ran, and that it waited for its core.
+        scheduled: reader of this thread's times, like `thread_times.Scheduled`.
     """
 
     def __init__(
