@@ -7,9 +7,6 @@ A pipeline's time is the sum of these parts:
     fixed    the constant c of every micro-batch of the slowest pipeline
     bubble   the rest of the slowest pipeline's time, in which stages fill, drain, and wait for each other
     sync     pull, push, commit and update; with published constants, 0 if all pipelines are equal
-
-Example: a pipeline of one device has 3 s of work. A pipeline of two devices (PP = 2, c = 1 s) has micro-batches of 4
-and 2 s, and takes 12 s. Then work is (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2, and bubble 4.
 """
 
 from __future__ import annotations
@@ -270,7 +267,6 @@ def _compared(
     context: int,
     seed: int,
 ) -> list[ComparedCandidate]:
-    """Return all candidates; those that can be the best are evaluated on the mini-batches."""
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]

@@ -37,7 +37,7 @@ class _StageBar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw a plan to a PNG file; an existing file is replaced only once the picture is complete."""
+    """Draw a plan to a PNG file."""
     save_figure(device_figure(plan, costs), path)
 
 

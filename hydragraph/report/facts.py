@@ -151,7 +151,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Panel:
-    """Details of one strategy; `held_seconds` and `held_note` describe `held`."""
+    """Details of one strategy."""
 
     name: str
     courses: tuple[IterationView, ...] = ()

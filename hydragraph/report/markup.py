@@ -49,7 +49,6 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
 
     Args:
         rows: <tr> elements.
-        left: columns whose heads are aligned left.
         style: class of the table; None for a table inside another element.
     """
     head = tag("tr", [tag("th", name, scope="col", class_="left" if name in left else None) for name in heads])

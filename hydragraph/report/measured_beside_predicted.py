@@ -219,7 +219,6 @@ def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[Trace
 
 
 def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
-    """Exclude the first of several steps under each strategy; return the other steps, and the excluded numbers."""
     kept = []
     warming = []
     seen: set[str] = set()

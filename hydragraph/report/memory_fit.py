@@ -108,11 +108,7 @@ def _takes(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
-    """Return advice on the smallest change that makes a strategy fit, found by simulation.
-
-    Changes are tried in this order: recomputation or streaming (whichever is faster), shorter micro-batches, shorter
-    sequences, higher tensor-parallel degrees.
-    """
+    """Return advice on the smallest change that makes a strategy fit, found by simulation."""
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
@@ -187,7 +183,6 @@ def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> in
 
 
 def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return the largest length that fits with one sequence per micro-batch, or None."""
     for length in _shorter(max(assignment.lengths, default=0)):
         cut = replace(assignment, lengths=tuple(min(n, length) for n in assignment.lengths))
         if fit(costs, strategy, packed_in(cut, length)).fits:
@@ -235,10 +230,7 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield variants of the strategy, each of which streams more than the previous one.
-
-    They stream gradients, then gradients and weights; two more variants do so with recomputation.
-    """
+    """Yield variants that stream gradients, then also weights; then both variants with recomputation."""
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
         streamed = True if stage.stream is True else stream

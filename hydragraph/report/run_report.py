@@ -70,7 +70,6 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return the name of each strategy: its text, without the fingerprint if the text is unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
@@ -99,7 +98,6 @@ def _strategies(metrics: Sequence[Metrics]) -> str:
 
 
 def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
-    """Return strategies sorted by median tokens per second; the first step of each is excluded."""
     contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]

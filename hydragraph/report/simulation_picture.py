@@ -21,7 +21,7 @@ _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
-    """Draw timelines to a PNG file, the best first; an existing file is replaced only once the picture is complete."""
+    """Draw timelines to a PNG file, the best first."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter

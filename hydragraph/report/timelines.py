@@ -81,7 +81,6 @@ def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> Iterat
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -99,7 +98,6 @@ def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...
 
 
 def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str, TimeBar]]:
-    """Yield (stream, bar); the bar of a message ends when the wait for the message ends."""
     for event in events:
         begin, end = event.begin - first, event.end - first
         if event.name.startswith("wait "):
