@@ -199,7 +199,6 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _driver(arch: GpuArch) -> SimpleNamespace:
-    """Return a Triton driver that only reports the target architecture."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     major, minor = arch.capability

@@ -58,7 +58,6 @@ def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode)
 
 
 def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
-    """Return the symbols in the sizes of values, sorted by name."""
     symbols = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
     return sorted(symbols, key=str)
 

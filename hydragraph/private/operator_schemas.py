@@ -32,7 +32,6 @@ class Signature(NamedTuple):
 
     Attributes:
         names: names of the arguments; arguments from index `positional` on are keyword-only.
-        required: arguments without a default.
         types: types in PyTorch's schema, such as "Tensor", "Optional[int]" or "List[int]".
         pure: whether the operator writes into none of its arguments.
     """

@@ -55,7 +55,7 @@ def nccl_options(timeout: timedelta, urgent: bool) -> Any:
     """Return options for NCCL communicators, if PyTorch has NCCL.
 
     Args:
-        urgent: whether computation waits for the traffic. Other traffic leaves most multiprocessors to computation.
+        urgent: whether computation waits for the traffic.
     """
     if not dist.is_nccl_available():
         return None

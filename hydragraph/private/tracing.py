@@ -72,7 +72,6 @@ def _same_for_all(decision: Any) -> bool:
 
 
 def symbol_name(size: int | torch.SymInt) -> str | None:
-    """Return a symbolic size's expression, or None."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
 
 
@@ -187,7 +186,6 @@ class _Lists(TorchFunctionMode):
 
 
 def _one_place(index: Any) -> Any:
-    """Return a slice for a list of one index; return any other index unchanged."""
     alone = isinstance(index, list) and len(index) == 1 and type(index[0]) is int
     return slice(index[0], index[0] + 1 or None) if alone else index
 
@@ -384,12 +382,7 @@ def recompute(
 
 
 def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection[str] = ()) -> fx.GraphModule:
-    """Copy the nodes that some outputs need.
-
-    Args:
-        keep: prefix of the placeholders to keep even if unused; "": none.
-        given: nodes that become placeholders.
-    """
+    """Copy the nodes that some outputs need."""
     graph = fx.Graph()
     copied = {}
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
