@@ -277,7 +277,6 @@ def _write_elementwise_norms(graph: fx.Graph) -> None:
 
 
 def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    """Return a new operator call with its fake value and the metadata of `place`."""
     node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

@@ -56,7 +56,6 @@ class _Describer:
         self._known: dict[int, tuple[int, Any]] = {}  # id -> (number, object); the reference prevents reuse of the id
 
     def text(self, value: Any) -> str:
-        """Describe a value, or return the number of a value that was described before."""
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):

@@ -106,5 +106,4 @@ def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def adapter_names(model: nn.Module) -> Sequence[str]:
-    """Return the names of a peft model's adapters, active or not."""
     return list(model.peft_config)  # type: ignore[arg-type]

@@ -159,7 +159,6 @@ def capture_skeleton(
         traced: a meta copy, which tracing may change.
         listed: the model's blocks, in the order in which the model must call them.
         alike: function that returns a block's key; blocks with equal keys must have outputs of the same form.
-        example: example values of the sizes "T" and "N+1", which are symbolic in the graph.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
@@ -225,7 +224,6 @@ class _Forms:
     """Outputs of blocks, learned during tracing.
 
     Attributes:
-        of: key of a block -> function from hidden state to output, and the output's form.
         wide: id of a block's result [T, H] -> the same result as [1, T, H].
     """
 
@@ -239,7 +237,6 @@ class _FusedBlocks:
 
     Attributes:
         given: the hidden state passed to the first block, [1, T, H].
-        others: the inputs of all blocks besides the hidden state.
     """
 
     first: str
@@ -249,7 +246,6 @@ class _FusedBlocks:
     others: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
-        """Record a block's inputs; return the indices of its other inputs in `others`."""
         if name == self.first:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
@@ -263,7 +259,6 @@ class _FusedBlocks:
         return tuple(places[id(other)] for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
-        """Return a block's output: the node's output for the last block, otherwise a placeholder."""
         if name == self.last:
             result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result

@@ -45,9 +45,7 @@ class Readers:
     """The user's functions that compute a model and its loss.
 
     Attributes:
-        functions: forward, the loss, and the user's functions that they refer to, by id.
         names: every name and string constant in these functions.
-        classes: the user's classes of modules and of the loss.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:

@@ -225,7 +225,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return dims[first] == dim < len(shape(node)) - (target is aten.view_as_real.default)
     if target in _TRIANGLES:
         return with_tokens == [first] and dims[first] < ndim - 2
-    if target is aten.renorm.default:  # normalises each slice along its dimension
+    if target is aten.renorm.default:
         return bool(dims[first] == argument_of(node, "dim") % ndim)
     return target in _ALONG and _along_keeps(node, with_tokens, dims)
 
@@ -281,14 +281,12 @@ def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def symbolic_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions of symbolic size in a node's value, or in its first value."""
     tensor = first_tensor(node)
     sizes: list[Any] = list(tensor.shape) if isinstance(tensor, Tensor) else []
     return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
 
 
 def token_dims(node: fx.Node, tokens: str) -> list[int]:
-    """Return the dimensions whose size depends on the symbol `tokens`."""
     return [d for d in symbolic_dims(node) if tokens in symbols_in(first_tensor(node).shape[d])]
 
 

@@ -39,7 +39,6 @@ class Copies:
     number: int
 
 
-# Number of rows per token in token order, repeated copies of all tokens, or the node that sorted the rows.
 Order = int | Copies | fx.Node
 
 

@@ -150,7 +150,6 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
 
 
 def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | None:
-    """Check a narrow copy; return None if the model must be checked at full size."""
     try:
         checked = _checked(replace(subject, model=narrow.model, program=narrow.program), "auto", None)
     except Unsupported as error:
@@ -196,10 +195,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 
 
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
-    """Return the indices of the blocks to compare, in groups that are in memory at the same time.
-
-    "auto" chooses the first block of each kind, and also the last block if it is small.
-    """
+    """Return the indices of the blocks to compare, in groups that are in memory at the same time."""
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
     chosen = list(range(len(sizes)))

@@ -95,7 +95,6 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
-        by_name: keyword arguments as data, or only their names.
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2

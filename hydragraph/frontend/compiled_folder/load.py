@@ -82,7 +82,6 @@ def load(
     """Read a compiled folder.
 
     Args:
-        model: record of the required model, or None for any model.
         trust: whether to pass the folder's code to Inductor; this code can do anything that the process can.
 
     Raises:

@@ -85,9 +85,7 @@ class FolderManifest:
 
     Attributes:
         code: SHA-256 of hydragraph's files that generate graphs (`own_code`).
-        ranks: number of ranks of the strategies, or None.
         model: record of the model, or None in a folder shared between processes.
-        variants: files of variants, by `VariantSpec.key`.
     """
 
     versions: Mapping[str, str]

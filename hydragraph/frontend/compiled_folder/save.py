@@ -34,11 +34,7 @@ _ON_A_LINE = 3  # maximum nesting depth of a mapping that is written on one line
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """Variant, before compilation, to be written to `graphs/{name}.json`.
-
-    Attributes:
-        keys: keys of all specs that the variant implements (`VariantSpec.key`).
-    """
+    """Variant, before compilation, to be written to `graphs/{name}.json`."""
 
     name: str
     keys: tuple[str, ...]
@@ -86,7 +82,6 @@ def save(
 
     Args:
         model, check, ranks: as in `FolderManifest`.
-        arch: GPU architecture of the kernels, such as sm_90.
 
     Raises:
         ValueError: a graph cannot be represented as data, or calls a forbidden operator.
