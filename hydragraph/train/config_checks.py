@@ -91,7 +91,6 @@ def _check_device(device: str | None) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    """Build the optimizer for one matrix, to reject unsupported optimizers and invalid settings."""
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)

@@ -426,7 +426,6 @@ def _stop_early(run: Run, state: TrainState) -> None:
 
 
 def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], signal: int) -> bool:
-    """Train on a mini-batch; return False if the leading rank requested a move of state instead."""
     following = run.controller.following if run.controller is not None else None
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
@@ -485,7 +484,6 @@ def _meets_after(run: Run, step: int) -> bool:
 
 
 def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
-    """Save and end the run; raise TooFewRanks unless all ranks were asked to leave."""
     if state.saved < state.done:
         checkpoint(run, state)
     if run.config.checkpoint.asynchronous:
@@ -512,7 +510,6 @@ def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
-    """Return the model; with `model.weights`, it is on the meta device."""
     sizes = (tokens.vocabulary, tokens.end_of_text)
     if config.model.weights is None:
         return adapted(build_model(config.model, *sizes, config.seed), config.adapter, config.seed)

@@ -58,10 +58,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Smooth a curve by weighted means over neighbors, with weights `weight`^distance.
-
-    A mean uses the same number of values before and after a point, except near the end.
-    """
+    """Smooth a curve by weighted means over neighbors, with weights `weight`^distance."""
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))

@@ -31,9 +31,7 @@ class Answers:
     """One answer from each of n pairs; all tensors are fp64 [n].
 
     Attributes:
-        scores: log-probability of each answer.
         reference: log-probability under the model before training; NaN: unknown.
-        targets: number of tokens of each answer.
     """
 
     scores: Tensor

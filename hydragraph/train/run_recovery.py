@@ -134,7 +134,7 @@ def _find_position(run: Run, state: TrainState) -> None:
     """Set the data position on all ranks to the end of the last step that was kept."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
-    if position is None:  # no remaining rank knows the position
+    if position is None:
         state.batches = state.anew()
         for _ in range(state.done):
             next(state.batches)

@@ -19,9 +19,7 @@ class InspectedPaths:
     """Result of inspecting paths.
 
     Attributes:
-        tokens: approximate number of tokens of the data.
         positions: maximum sequence length of the model; 0: unknown.
-        templated: whether the model has a chat template.
     """
 
     model: Path | None

@@ -34,7 +34,6 @@ def controller_of(
 
     Args:
         before: controller of the previous ranks, whose measurements are reused.
-        numbers: new rank numbers by old rank numbers.
         slow: slow ranks that a lost controller had found.
     """
     slow = slow or {}

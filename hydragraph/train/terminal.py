@@ -93,7 +93,6 @@ class Screen:
         self._print(sentence)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
-        """Show an activity; if the output is not a terminal, print a line from time to time."""
         now = self._clock()
         new = what != self._what
         if new:

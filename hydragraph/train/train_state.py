@@ -88,7 +88,6 @@ class TrainState:
 
     Attributes:
         anew: returns the source of mini-batches from the start.
-        saved: step of the last checkpoint.
         kept: whether a checkpoint exists, even of step 0.
         positions: position of `batches` after each step since the second-to-last checkpoint.
         last: last finished step and its report, which may not be logged yet.

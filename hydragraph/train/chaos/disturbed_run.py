@@ -54,7 +54,6 @@ class Disturbed:
     """Outcome of a run.
 
     Attributes:
-        left: processes that are still alive after the run.
         hung: why a run that hung was ended, or "".
     """
 
@@ -189,11 +188,7 @@ def run(
 
 @dataclass
 class Patience:
-    """Distinguishes a run that hangs from a run that starts slowly.
-
-    Args:
-        moved: time of the last step, or of the run's start if there is no step yet.
-    """
+    """Distinguishes a run that hangs from a run that starts slowly."""
 
     moved: float
     step: int = 0

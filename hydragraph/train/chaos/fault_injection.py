@@ -34,7 +34,6 @@ class Victim:
     Attributes:
         depth: process levels from the launcher to its ranks; torchrun adds one level.
         machines: machines of the run, the launcher's machine first; None: only this machine.
-        pids: all processes that are or were ranks of the run.
     """
 
     folder: RunFolder
@@ -97,7 +96,6 @@ class Victim:
         return []
 
     def saving(self) -> bool:
-        """Return whether a checkpoint is being written or is about to be written."""
         with suppress(OSError):
             return any(not (place / "complete.json").exists() for place in self.folder.checkpoints.iterdir())
         return False

@@ -22,11 +22,7 @@ _END_S = 20.0
 
 @dataclass
 class Machines:
-    """Simulated machines of a run.
-
-    Args:
-        log: prefix of the machines' log files.
-    """
+    """Simulated machines of a run."""
 
     count: int
     config: Path

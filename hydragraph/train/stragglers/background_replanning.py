@@ -38,8 +38,6 @@ class ReplanQuestion:
 
     Attributes:
         profile, cluster, home: profile, cluster and home of the run; they describe healthy ranks.
-        first: initial strategies, which may become the best again.
-        request: how the run chooses among the strategies in `running`.
         deadline_s: time limit of the search; None: no limit, for a deterministic result.
         at_once: whether to answer quickly, with an estimate on one mini-batch.
     """
@@ -121,7 +119,7 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
 
 
 def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
-    from hydragraph.planner.plan import plan  # needs numba and scipy
+    from hydragraph.planner.plan import plan
     from hydragraph.spec.training_workload import Workload
 
     try:
@@ -158,7 +156,6 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
 
 
 def _as_now(question: ReplanQuestion, costs: Costs) -> float:
-    """Return the mean seconds of steps with the running plan; infinite if the plan uses a lost rank."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
     for mini_batch in lengths:

@@ -7,8 +7,7 @@
                           during training, then all ranks switch to them
                        -> after a quick plan, request the best plan, which takes longer, and decide again
 
-Predictions are scaled by measured step times. For example, if a new plan should reduce steps from 4 s to 3 s, but steps
-take 5 s, the controller expects 3.75 s.
+The expected step time of a new plan is scaled by the running plan's ratio of measured to expected time.
 """
 
 from __future__ import annotations
@@ -214,7 +213,6 @@ class Controller:
         given.planner.forget()
 
     def _ask(self, step: int) -> None:
-        """Request another plan if rates or costs have changed, or the last search was quick."""
         replanning = self._replanning
         assert replanning is not None, "a controller without replanning never requests plans"
         health = self.health
@@ -287,7 +285,6 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Describe the ranks that plans assume to be slower than measured, because other ranks waited for them."""
         measured = self._measured
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(

@@ -34,7 +34,6 @@ class Lateness:
 
     Args:
         switched: whether the running plan was made for the current rates.
-        learned: rates by rank that an earlier instance learned.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, Learned] | None = None) -> None:
@@ -138,10 +137,7 @@ def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bo
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return the wait for slow pipelines, as a fraction of the rest of the step, and the slow ranks that cause it.
-
-    The wait is the shortest of any rank in a pipeline without slow ranks; 0 if there is no such pipeline.
-    """
+    """Return the wait for slow pipelines, as a fraction of the rest of the step, and the slow ranks that cause it."""
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
     fast = [devices for devices in used if devices not in slow]

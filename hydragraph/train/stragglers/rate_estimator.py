@@ -14,7 +14,6 @@ of stage, on one type of device). Three unknowns explain the ratio of measured t
   errors, both equal the standard deviation; the percentile also detects bursts.
 
 If a rank has less than LITTLE of the busiest rank's work, its rate can only fall, because unpredicted costs dominate.
-The first slow iteration is excluded from a rate if only a part of the iteration was slow.
 """
 
 from __future__ import annotations

@@ -228,11 +228,7 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Return whether all ranks have memory for their current shares plus their new parts in every stage of a move.
-
-    Args:
-        way: homes of the stages, starting with the running home.
-    """
+    """Return whether all ranks have memory for their current shares plus their new parts in every stage of a move."""
     if costs.free_bytes is None:
         return True
     for old, new in pairwise(way):

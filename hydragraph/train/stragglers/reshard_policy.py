@@ -1,8 +1,7 @@
 """Resharding policy of the leading rank: a slow rank owns less state if the move pays off.
 
 State moves in parts. A rank receives a part within the fraction BESIDE of a step, so that training waits only for the
-gradients of the part (`Executable.rehome`). Owners that depend on the strategies are chosen again when other strategies
-have run.
+gradients of the part (`Executable.rehome`).
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class Following:
     """Decides which ranks own the state, and in which parts the state moves.
 
     Attributes:
-        home: the current home; if it has copies, its `nodes` are set.
         memory: costs that include the memory of ranks; None: memory is not limited.
         rule: how the running strategies determine the owners; needs `memory`. None: they have no effect.
     """
@@ -109,7 +107,6 @@ class Following:
 
         Args:
             strategies: the strategy that ran, then other strategies that may run.
-            tokens: number of tokens in the largest mini-batch.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:
