@@ -97,7 +97,6 @@ class DocumentEncoder:
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode prompt and completion separately, as in generation."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:

@@ -260,7 +260,6 @@ class MiniBatches(Iterator[list[Drawn]]):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    """Return chunks of the pairs (documents 2i and 2i + 1) in which both answers have a target after truncation."""
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)

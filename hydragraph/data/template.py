@@ -70,7 +70,6 @@ class ChatTemplate:
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
-        """Render a conversation in the first form (`_Way`) in which the template writes every message."""
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
         for way in _ways(conversation.messages):
@@ -271,7 +270,6 @@ class _Written:
         return start + header, content[1] + ending
 
     def _common(self, first: str, second: str) -> int:
-        """Return the length of two texts' common beginning, without splitting a special token."""
         size = shared_length(first, second)
         for mark in self._pattern.finditer(first):
             if mark.start() < size < mark.end():
