@@ -22,7 +22,6 @@ class Plain:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        groups: parameter names by group.
         scalars: parameter -> state -> value; a rank has only the parameters of which it owns elements.
     """
 

@@ -39,7 +39,6 @@ class Recovered:
 
     Attributes:
         read: number of bytes read, by tier (memory, disk or store).
-        received: number of bytes received from other ranks.
     """
 
     kept: Kept

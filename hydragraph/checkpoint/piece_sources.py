@@ -66,10 +66,6 @@ def fetch_plan(
 ) -> list[Fetch]:
     """Plan which rank reads which elements from which place; all ranks compute the same plan.
 
-    Args:
-        nodes: node of each rank.
-        needed: elements that each rank needs, by bucket.
-
     Returns:
         Reads in order of buckets and elements; a rank receives each element once.
     """

@@ -345,7 +345,6 @@ class Pieces:
                 self._writing[tier] = self._begin(write)
 
     def _write(self, tier: Tier, kept: Kept, files: Mapping[str, bytes], whole: Kept | None, tidies: bool) -> None:
-        """Write a checkpoint's files; then delete checkpoints that `whole`, the last complete one, replaces."""
         shelf = self.shelves[tier]
         try:
             for name, data in files.items():
@@ -407,7 +406,6 @@ class PieceCopy:
     """Copy of one rank's interval of a bucket.
 
     Attributes:
-        tensors: "parameter|column" -> values in the interval.
         firsts: parameter -> index, within the parameter, of the first element in the interval.
     """
 

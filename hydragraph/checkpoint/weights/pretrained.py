@@ -62,7 +62,6 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return the files' tensors with their names in the model."""
         if self.prefix is None:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -111,7 +110,6 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
 def _matched(
     path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names
 ) -> tuple[Mapping[str, tuple[Whole, ...]], list[str]]:
-    """Return the stored tensors of each parameter or buffer, one per tied name, and the ignored keys."""
     places: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
@@ -129,7 +127,6 @@ def _matched(
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return the keys of `unplaced` (key -> name) that are neither ignored nor part of another class of the family."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
