@@ -53,7 +53,6 @@ class StageCheck:
 
     Args:
         fused_head: whether one operator computes the head and the loss.
-        added: whether matrix products accumulate gradients in place.
         library: untrusted source of the ranks' graphs.
         model: the program's model; large blocks are compared in a narrow copy of this model.
     """
