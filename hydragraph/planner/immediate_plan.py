@@ -43,7 +43,6 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        assignment: assignment of one mini-batch.
         seconds: time of an iteration with that mini-batch.
     """
 

@@ -162,7 +162,6 @@ class _Ends:
 
 
 def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:
-    """Return the sizes of at most m micro-batches of n sequences."""
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
     weights[::-1][: len(last)] = np.minimum(weights[::-1][: len(last)], last[:m])

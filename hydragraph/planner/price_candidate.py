@@ -85,7 +85,6 @@ class Settled:
     Attributes:
         by_batch: seconds of each mini-batch, infinite if it does not fit.
         memory: peak bytes of every rank.
-        simulated: whether the seconds were simulated; otherwise traffic is estimated.
     """
 
     strategy: Strategy
@@ -323,7 +322,6 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return each rank's memory as linear functions of its share of the state, at peak activations and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))
@@ -454,6 +452,5 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 
 
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
-    """Return the `most` largest micro-batches (None: all); repeat the largest if there are fewer."""
     largest = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
     return largest[:1] * ((most or 0) - len(largest)) + largest

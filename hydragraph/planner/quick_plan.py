@@ -105,10 +105,7 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
 
 
 def _best_count(pipeline: PipelineCost, tokens: int) -> int:
-    """Return the best number m of micro-batches, which take (m + P - 1)(b tokens / m + c) in P stages.
-
-    The minimum is at m = sqrt((P - 1) b tokens / c).
-    """
+    """Return the best number m of micro-batches, which take (m + P - 1)(b tokens / m + c) in P stages."""
     if pipeline.stages == 1:
         return 1
     best = math.sqrt((pipeline.stages - 1) * pipeline.b * tokens / pipeline.c) if pipeline.c > 0 else math.inf

@@ -37,7 +37,6 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies, most ranks and pipelines first: with `model`'s degrees while few are idle, then with any."""
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
     smallest = min(len(pipeline.devices) for pipeline in model.pipelines)

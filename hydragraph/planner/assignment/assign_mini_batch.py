@@ -159,13 +159,7 @@ def assign_bounded(
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchCut:
-    """Sequences divided into micro-batches, as arrays; see `schedule_search`.
-
-    Attributes:
-        placed, batch: pipeline and micro-batch of each sequence [n].
-        order, count: each pipeline's micro-batches in order [P, C], and their count [P].
-        ends: end of each pipeline [P].
-    """
+    """Sequences divided into micro-batches, as arrays; see `schedule_search`."""
 
     placed: Ints
     batch: Ints

@@ -89,9 +89,6 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
     c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
-
-    Args:
-        tokens: tokens of the pipeline's sequences; 0: no sequences.
     """
     if tokens <= 0.0:
         return 0.0
@@ -459,7 +456,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 def rounded(shares: Floats) -> NDArray[np.bool_]:
     """Return one kind for each sequence, such that neighboring sequences together match their shares [n, K].
 
-    Each sequence gets the kind that is furthest below its share: shares of 1/3 and 2/3 give kinds 1, 0, 1, 1, 0, 1.
+    Each sequence gets the kind that is furthest below its share.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)

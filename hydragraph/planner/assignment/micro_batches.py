@@ -94,7 +94,6 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
-    """Improve an assignment in place by kicks, until the largest micro-batch has at most `enough` work."""
     kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
 
 
@@ -108,7 +107,6 @@ def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> I
 
 @compiled
 def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats) -> float:
-    """Return a packing's time, infinite if the packing is incomplete."""
     if placed.min() < 0:
         return np.inf
     loads = np.zeros(count)

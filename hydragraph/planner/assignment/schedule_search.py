@@ -113,7 +113,6 @@ def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 
 @compiled
 def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Floats:
-    """Return each pipeline's end [P]."""
     plan = plan_of(placed, batch, order, count, given)
     ends: Floats = plan.ends
     return ends
@@ -248,7 +247,6 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft
 
 @compiled
 def exchanged(order: Ints, count: int, m: int, by: int) -> None:
-    """Replace micro-batch m by `by` in an order."""
     for x in range(count):
         if order[x] == m:
             order[x] = by
@@ -256,7 +254,6 @@ def exchanged(order: Ints, count: int, m: int, by: int) -> None:
 
 @compiled
 def opened(order: Ints, count: int, x: int, m: int) -> None:
-    """Insert micro-batch m at position x."""
     for y in range(count, x, -1):
         order[y] = order[y - 1]
     order[x] = m
@@ -264,7 +261,6 @@ def opened(order: Ints, count: int, x: int, m: int) -> None:
 
 @compiled
 def closed(order: Ints, count: int, x: int) -> None:
-    """Remove the micro-batch at position x."""
     for y in range(x, count - 1):
         order[y] = order[y + 1]
 

@@ -70,7 +70,6 @@ def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro
 
 
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
-    """Reject invalid entities, and entities whose total memory is too small for the model."""
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
         raise ValueError(f"kinds are {list(kinds)}: give at least one, with positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
@@ -99,10 +98,6 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
 
     One integer program is solved for each number of groups; its products w_ij = z x_ij, with z = min_j G_j, are
     linearized with sum_j w_ij = z.
-
-    Args:
-        micro_batches: M.
-        least_memory: bytes that a group needs.
 
     Raises:
         Unsupported: the total memory is less than one group needs, or cvxpy or SCIP is not installed.

@@ -1,11 +1,4 @@
-"""Packing of one pipeline's sequences into micro-batches (Hydraulis, section 6.1).
-
-Equations of Hydraulis -> functions:
-
-    Eq. 1, (PP - 1 + V) max_j cost_j                    objective "published": `micro_batches.price`, EQ1
-    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  objective "sum": `micro_batches.price`, SUM
-    the schedule itself (ours)                          objective "1f1b": `pipeline_seconds`
-"""
+"""Packing of one pipeline's sequences into micro-batches (Hydraulis, section 6.1)."""
 
 from __future__ import annotations
 

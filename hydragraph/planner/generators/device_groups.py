@@ -32,7 +32,6 @@ class Group:
 
     @property
     def tp(self) -> int:
-        """The tensor-parallel degree."""
         return len(self.devices)
 
     @property

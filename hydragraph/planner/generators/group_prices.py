@@ -205,7 +205,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return, for each running rank, the bytes of a mini-batch and of a share of the state in proportion to memory."""
+    """Return each running rank's bytes for a mini-batch and for a share of the state in proportion to its memory."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

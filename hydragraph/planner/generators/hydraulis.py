@@ -144,12 +144,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Write F(l) in units of 1 / `steps` of a device, and the scheme and l' of the last interval.
-
-    Args:
-        units: output: F of each level [levels + 1].
-        by, below: output: scheme and l' of each level's last interval.
-    """
+    """Write F(l) in units of 1 / `steps` of a device, and the scheme and l' of the last interval."""
     last = work.shape[1] - 1
     units[0] = 0
     for upto in range(1, last + 1):
@@ -253,8 +248,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
     """Return an estimate of a strategy's time for all sequences up to a level.
 
-    Pipelines share a level in proportion to their speed. The levels above each scheme's longest sequence are also
-    estimated alone; the largest estimate counts.
+    Pipelines share a level in proportion to their speed.
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)

@@ -157,7 +157,6 @@ def _partitions(
 
 
 def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
-    """Yield sets of used groups, and the idle groups."""
     able = {i for i in counts if bench.holds(i)}
     if not able:
         return
@@ -175,7 +174,6 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
 
 
 def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
-    """Yield sets of groups without the weakest sites, while little power is lost."""
     power = {i: bench.speed[i] * counts[i] for i in able}
     of_a_device: dict[DeviceSite, float] = {}
     for i in able:

@@ -7,8 +7,7 @@ maximizes the room, the fraction of the state that the ranks of a stage can own:
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
 The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` its
-gradient bytes, and `beside` and `at_end` are bytes of an owner's messages. Bisection finds the least factor on all
-bounds that leaves enough room, and then a price per second within these bounds.
+gradient bytes, and `beside` and `at_end` are bytes of an owner's messages.
 """
 
 from __future__ import annotations

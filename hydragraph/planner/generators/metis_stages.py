@@ -299,7 +299,6 @@ def laid_out(
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
-    """Assign each sequence to the pipeline that finishes it first, in even micro-batches of at most `together`."""
     counts = [0] * len(seconds)
     queue = [(pipeline_s, p) for p, pipeline_s in enumerate(seconds)]
     heapq.heapify(queue)

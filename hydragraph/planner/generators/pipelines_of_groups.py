@@ -68,7 +68,6 @@ class Partition:
 
     @property
     def count(self) -> int:
-        """Number of pipelines."""
         return sum(n for _, n in self.pipelines)
 
 

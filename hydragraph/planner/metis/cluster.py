@@ -64,7 +64,6 @@ class MetisCluster:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return sum(self.counts.values())
 
     @staticmethod

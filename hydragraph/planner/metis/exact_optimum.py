@@ -61,7 +61,8 @@ class Options(NamedTuple):
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
         sync: B times a last stage's milliseconds outside layers [O].
-        ahead: largest bandwidth of a stage that begins at each rank [N + 1].
+        ahead: by first rank, an upper bound of a stage's bandwidth: that of the rank's type; infinite after the last
+            rank [N + 1].
     """
 
     begin: Ints
@@ -215,7 +216,6 @@ def write_row(rows: Floats, number: int, values: Floats) -> None:
 
 @compiled
 def longer(rows: Floats, count: int) -> Floats:
-    """Return rows [n, columns] padded with zeros to `count` rows."""
     padded = np.zeros((count, rows.shape[1]), rows.dtype)
     for number in range(rows.shape[0]):
         write_row(padded, number, rows[number])
@@ -224,7 +224,6 @@ def longer(rows: Floats, count: int) -> Floats:
 
 @compiled
 def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: int, row: Floats) -> None:
-    """Write the MB of a stage's first layers, each on the type that needs most."""
     for layer in range(tables.share.size):
         most = 0.0
         for rank in range(start, start + group):
@@ -286,7 +285,6 @@ def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
 
 @compiled
 def updating(tables: Tables, o: Options, option: int, count: int) -> float:
-    """Return the optimizer's time for `count` layers, in milliseconds."""
     return float(tables.optimizer / o.tp[option] * count / tables.share.size)
 
 
@@ -466,7 +464,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return the largest additional cost of one label over the other because of t, o and g."""
+    """Return how much more `one` can cost than `other` through its t, o and g, at most, whatever stages follow."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
@@ -478,8 +476,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, the existing label must be better even if its transfer has the next stage's least
-    bandwidth (`slow`) and the transfer of the new label has the largest.
+    If pending transfers differ, the existing label is charged for the slowest transfer (`slow`), the new label for the
+    fastest (`soonest`).
     """
     label = head
     while label >= 0:

@@ -1,12 +1,4 @@
-"""Metis's search, the memory-aware search, and the exact optimum of their search space.
-
-Example:
-    profile = metis.Profile.load(["a100.json", "v100.json"], hidden=4096, sequence=1024, vocabulary=51200)
-    types = {"A100": metis.DeviceType(46, 80), "V100": metis.DeviceType(50, 16)}
-    cluster = metis.Cluster(types, (("V100", 4),) * 4 + (("A100", 4),) * 4)
-    found = metis.search(profile, cluster, layers=10, batch=128, order="exact")
-    found.cost, found.groups, found.degrees, found.layers
-"""
+"""Metis's search, the memory-aware search, and the exact optimum of their search space."""
 
 from __future__ import annotations
 
@@ -133,11 +125,7 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
-    """Yield orders of types with divisions of ranks, and whether Metis visits these divisions twice.
-
-    Except in the first order of types, Metis visits the divisions into the fewest stages (at least two) twice, and
-    first prices only their first stage.
-    """
+    """Yield orders of types with divisions of ranks, and whether Metis visits these divisions twice."""
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):
         twice = number > 0

@@ -36,7 +36,7 @@ from hydragraph.planner.metis.problem import Floats, Ints, Tables
 NAIVE = 0
 MEMORY = 1
 
-# Pieces of a layer; a stage with more than half of the pieces gets the layer.
+# Pieces of a layer.
 PIECES = 7
 ATTEMPTS = 3
 # Memory of a stage without layers, in MB.
@@ -47,7 +47,6 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        steps: steps of all walks that led to a plan.
         cost: lowest full price of a plan that can train; infinite if there is none.
         batches, plan: micro-batches and rows of this plan.
         claimed: lowest price by Metis's program.
@@ -150,7 +149,6 @@ def walk(
 
 @compiled
 def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
-    """Store a plan."""
     count = groups.size
     plan[0, :count] = groups
     plan[1, :count] = dp
@@ -160,7 +158,6 @@ def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
 
 @compiled
 def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, mixed_tp: bool) -> bool:
-    """Return whether a plan has all layers, no empty stage, and no replica of mixed types unless allowed."""
     if bounds[-1] != layers:
         return False
     start = 0
@@ -194,7 +191,6 @@ def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: 
 
 @compiled
 def change(dp: Ints, tp: Ints, left: Floats) -> bool:
-    """Halve dp and double tp of the changeable stage with the least `left`; return whether a stage changed."""
     least = -1
     for s in range(dp.size):
         if dp[s] != 1 and (least < 0 or left[s] < left[least]):
@@ -208,7 +204,6 @@ def change(dp: Ints, tp: Ints, left: Floats) -> bool:
 
 @compiled
 def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> None:
-    """Write the MB of each stage's devices: their sum or, per rank, their minimum."""
     start = 0
     for s in range(groups.size):
         limits[s] = 0.0
@@ -348,10 +343,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages with too little memory, and raise other speeds; return whether there is room.
-
-    A stage with memory left may grow until it is full; other stages shrink to nine tenths of what fits.
-    """
+    """Lower the speeds of stages with too little memory, and raise other speeds; return whether there is room."""
     count = speed.size
     room = np.zeros(count)
     added = np.zeros(count)
@@ -497,7 +489,6 @@ def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
 
 @compiled
 def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
-    """Write each stage's speed minus the sum of layers' shares from its first to its last layer."""
     count = speed.size
     first = np.full(count, -1, dtype=np.int64)
     last = np.full(count, -1, dtype=np.int64)
