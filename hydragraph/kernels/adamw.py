@@ -270,7 +270,6 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
-        """Copies passed to `copy_to`."""
         return self._copies
 
     @torch.no_grad()

@@ -299,7 +299,6 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _sides(settings: AttentionSettings) -> tuple[int, int]:
-    """Return the maximum distances to earlier and later keys; -1: no limit."""
     before, after = settings.sides()
     return (-1, -1) if before is None or after is None else (before, after)
 

@@ -10,13 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """Settings of an attention call.
-
-    Attributes:
-        causal: query i attends only to keys j <= i.
-        window: query i attends only to keys j with |i - j| < window; None: no limit.
-        cap: scores s become cap * tanh(s / cap); None: unchanged.
-    """
+    """Settings of an attention call, as in `varlen_attention`."""
 
     causal: bool
     scale: float

@@ -84,9 +84,9 @@ def scale_of(largest: float) -> float:
 
 
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Return the sum of (scale x)^2 over all elements, divided among SQUARE_GRIDS, [3] float64.
+    """Return the sum of (scale x)^2 over all elements as parts [3], float64; part i is a multiple of SQUARE_GRIDS[i].
 
-    If all scaled elements are below 1, the results of separate parts add up exactly to the result of the whole.
+    If all scaled elements are below 1, the results of several calls add up exactly to the result of one call.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

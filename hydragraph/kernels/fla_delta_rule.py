@@ -15,7 +15,6 @@ _OLDEST = "0.6"
 
 
 def usable(k: Tensor) -> bool:
-    """Return whether the package supports keys [T, Hk, K]."""
     fits = k.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] <= _LARGEST_KEY
     return k.is_cuda and fits and _function() is not None
 

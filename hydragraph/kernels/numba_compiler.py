@@ -96,10 +96,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Cache that discards unreadable entries and tolerates failed writes.
-
-    The cache first reads the code that was compiled during installation, then the user's.
-    """
+    """Cache that discards unreadable entries and tolerates failed writes."""
 
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)

@@ -41,7 +41,10 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
 
 
 def call_word(block: int, call: int) -> int:
-    """Return the counter's word for a call within a block; raise a ValueError if a number is too large."""
+    """Return the counter's fourth word, which identifies a dropout call by its model block and number in that block.
+
+    Raise a ValueError if either number is out of range.
+    """
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
         raise ValueError(
             f"call {call} of block {block}: dropout supports at most {1 << 32 - _BLOCK} blocks of {1 << _BLOCK} calls"

@@ -65,7 +65,6 @@ def _write(  # type: ignore[no-untyped-def]
     source, target, origins, to, first, count, within, inside,
     UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write a tile to the pointers `to`: source elements from its only origin, or the sum over its origins."""
     element = target.dtype.element_ty
     if SUMS:
         value = tl.load(to, mask=inside)
@@ -344,7 +343,6 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 
 
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
-    """Return tiles [tiles, 4] of disjoint intervals, aligned tiles first; their origins; number of aligned tiles."""
     counts = np.diff(order)
     shift = (origins - np.repeat(targets, counts)) % UNIT
     matched = np.add.reduceat(shift, order[:-1]) == 0 if len(targets) else np.zeros(0, dtype=bool)

@@ -74,7 +74,6 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @Inlined
 def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Load a tile; mask tokens at the edge, and dimensions if the head size is padded."""
     if EDGE:
         tile = tl.load(at, mask=tokens & dims, other=0.0)
     elif FULL:
@@ -309,11 +308,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
-    """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32.
-
-    Args:
-        starts: [N + 1] int32 or int64, the start of each sequence, then T.
-    """
+    """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32."""
     q, k, v = (_dense(x) for x in (q, k, v))
     tokens, heads, size = q.shape
     out = q.new_empty(q.shape)
