@@ -206,8 +206,10 @@ class _Walk:
                 return chain if self._may_cut(node, chain[0][0]) else []
             inputs = node.all_input_nodes
             rows = chosen_rows(node)
-            if rows is not None and dim > 0:  # the chosen rows are dimension 0
+            added = 0 if rows is None else len(shape(node)) - len(shape(rows))  # 1 if indices [1, T] choose the rows
+            if rows is not None and min(dim, dim - added) > 0:  # the chosen rows are dimension 0
                 node = rows
+                dim -= added
             elif node.target is aten.squeeze.dim:
                 node, squeezed = operands(node)
                 dim += dim >= squeezed % len(shape(node))

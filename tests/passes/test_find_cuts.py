@@ -198,6 +198,18 @@ def test_experts_are_cut_with_their_biases() -> None:
         assert analysed(experts, *shapes, excluded=frozenset({name}))[1] == {}
 
 
+def test_a_bias_that_each_token_chooses_is_cut_like_the_values_that_it_meets() -> None:
+    def chosen(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        rows = torch.tensor([[0, 2, 1, 1, 0]])
+        return F.linear(F.linear(x, up)[None] + bias[rows], down)
+
+    assert analysed(chosen, (5, 32), (48, 32), (3, 48), (32, 48))[1] == {
+        "up_1": ShardRule(0, (48,)),
+        "bias_1": ShardRule(1, (48,)),
+        "down_1": ShardRule(1, (48,)),
+    }
+
+
 def test_experts_of_copied_tokens_are_cut_by_their_width() -> None:
     def copied(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate, y = torch.bmm(x.repeat(3, 1).view(3, -1, 32), up).chunk(2, -1)
