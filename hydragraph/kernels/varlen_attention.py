@@ -54,6 +54,7 @@ def varlen_attention(
     Returns:
         [T, Hq, D].
     """
+    _check_heads(q, k, v)
     if q.shape[1] % k.shape[1]:
         raise _refused(
             f"{q.shape[1]} query heads over {k.shape[1]} key/value heads",
@@ -106,6 +107,12 @@ def _refused(what: str, remedy: str) -> Unsupported:
     return Unsupported(what, where="varlen_attention", remedy=remedy)
 
 
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape[1:] == v.shape[1:] and q.shape[2] == k.shape[2]):
+        shapes = ", ".join(f"[{', '.join(map(str, x.shape))}]" for x in (q, k, v))
+        raise _refused(f"q, k, v of shapes {shapes}", "pass [T, Hq, D], [T, Hk, D], [T, Hk, D]; pad narrower values")
+
+
 def _check_options(q: Tensor, window: int | None, chunk: int | None, cap: float | None, sink: Tensor | None) -> None:
     for name, value in (("window", window), ("chunk", chunk), ("cap", cap)):
         if value is not None and value <= 0:
@@ -117,9 +124,8 @@ def _check_options(q: Tensor, window: int | None, chunk: int | None, cap: float 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | None) -> None:
-    shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[::2] == k.shape[::2]):
-        raise _refused(f"q, k, v of shapes {shapes}", "pass [T, Hq, D], [T, Hk, D], [T, Hk, D]")
+    if not len(q) == len(k) == len(v):
+        raise _refused(f"q, k, v of {len(q)}, {len(k)} and {len(v)} tokens", "pass all keys and values of the row")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 1:
         raise _refused(
             f"cu_seqlens of shape {list(cu_seqlens.shape)} and {cu_seqlens.dtype}",

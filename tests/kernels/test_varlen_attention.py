@@ -169,6 +169,14 @@ def test_bfloat16_is_as_good_as_its_inputs(kv: int) -> None:
         assert float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < 2e-2
 
 
+def test_values_of_another_size_are_refused_on_every_device() -> None:
+    q, k, v, cu_seqlens = packed([3], heads=4, kv=4)
+    message = r"varlen_attention: q, k, v of shapes \[3, 4, 8\], \[3, 4, 8\], \[3, 4, 6\]; pass .*; pad narrower values"
+    for device in ("cpu", "meta"):
+        with pytest.raises(Unsupported, match=message):
+            varlen_attention(*(x.to(device) for x in (q, k, v[..., :6], cu_seqlens)))
+
+
 def test_heads_that_are_no_multiple_are_refused() -> None:
     q, k, v, cu_seqlens = packed([3], heads=4, kv=3)
     with pytest.raises(Unsupported, match="varlen_attention: 4 query heads over 3 key/value heads; use a query head"):
