@@ -22,8 +22,8 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region, remove_dead_code
 from hydragraph.passes.graph_node import operands
 from hydragraph.private.argument_trees import tree_leaves
-from hydragraph.private.operator_schemas import arguments_of, has_tag
-from hydragraph.private.tracing import decided, meta_as_cpu, writes
+from hydragraph.private.operator_schemas import arguments_of, has_tag, transforms_functions
+from hydragraph.private.tracing import decided, meta_as_cpu, quiet, writes
 
 aten = torch.ops.aten
 
@@ -37,13 +37,22 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     "dynamic but your code specialized it": (
         "its graph is valid for only one number of tokens or sequences, because forward converts this number, or a "
         "limit on it, to a Python number, or uses a tensor from another call or block",
-        "remove .tolist(), int() and loops over tokens, and pass tensors as arguments",
+        "remove .tolist(), int(), torch.vmap and loops over tokens, and pass tensors as arguments",
     ),
     "satisfy the generated guard": (
         "its graph changes with the number of tokens or sequences, for example because it slices along that dimension",
         "compute with all tokens of a row: x[:, 1:] mixes sequences, and labels are already at the positions that "
         "predict them",
     ),
+    "data-dependent expression": (
+        "a Python decision depends on a tensor's value (if, assert, .item(), or a PyTorch function that checks values)",
+        "choose values with torch.where, and remove checks of values",
+    ),
+    "FlexAttention is only supported": (
+        "it calls flex_attention, which does not know the packed sequences",
+        "call hydragraph.varlen_attention(q, k, v, cu_seqlens); it has windows, chunks, caps and sinks",
+    ),
+    "functorch tensor": ("it uses torch.func within the trace", "replace torch.func by operators"),
     "fake tensor in the exported program": (
         "it uses a tensor that the trace does not see, because it was read through .data, kept from another call or "
         "block, or created within torch.func",
@@ -61,7 +70,7 @@ _LONGEST = 80  # maximum number of characters of a code line in an error
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
     """Trace a module with symbolic sizes; convert every exception to Unsupported."""
     try:
-        with watched(where, module), meta_as_cpu(), decided():
+        with watched(where, module), meta_as_cpu(), decided(), quiet():
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
     except Unsupported:
         raise
@@ -129,7 +138,7 @@ def functional_graph(
         exported.graph_module.recompile()
         exported = exported.run_decompositions({})
     graph = clean(exported.graph_module)
-    _refuse_random(graph, where)
+    _refuse_operators(graph, where)
     if block:
         graph = with_all_rows(graph, where)
     _write_concatenations(graph.graph)
@@ -203,8 +212,12 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
     return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
 
 
-def _refuse_random(graph: fx.GraphModule, where: str) -> None:
+def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
+        if transforms_functions(node.target):
+            what = "it transforms a function (torch.cond, torch.vmap or similar), which the captured graph cannot do"
+            remedy = "use torch.where instead of torch.cond, and einsum or broadcasting instead of torch.vmap"
+            raise Unsupported(what, where=where, remedy=remedy)
         attends = "scaled_dot_product" in str(node.target)  # refused later
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
             what = f"{node.target} draws random numbers, which would differ between ranks"

@@ -115,6 +115,7 @@ def _on_meta(argument: Any) -> Any:
 class _Elsewhere(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int], where: str) -> None:
         super().__init__(graph)
+        self.extra_traceback = False
         self._sizes = sizes
         self._where = where
         self._unknown: set[fx.Node] = set()

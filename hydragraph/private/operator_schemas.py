@@ -56,6 +56,11 @@ def signature_of(target: object) -> Signature:
     )
 
 
+def transforms_functions(target: object) -> bool:
+    """Return whether an operator takes functions (torch.cond), or is part of a transformation (torch.vmap)."""
+    return isinstance(target, torch._ops.HigherOrderOperator) or "_functorch" in getattr(target, "__module__", "")
+
+
 def is_operator(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 

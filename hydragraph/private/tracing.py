@@ -14,6 +14,7 @@ import sympy
 import torch
 import torch._functorch.config
 import torch._prims
+import torch.export._trace
 import torch.nn.functional as F
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -21,6 +22,7 @@ from torch._guards import SLoc, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
@@ -153,6 +155,17 @@ def _any_convolution() -> Iterator[None]:
             return choose(rows, *arguments, **options)
 
     with mock.patch.object(torch._C, "_select_conv_backend", chosen):
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what torch.export writes to stderr (logs, whole graphs) before it raises an exception."""
+    with (
+        mock.patch.object(torch.export._trace, "print", create=True),
+        mock.patch.object(torch.export._trace.log, "disabled", True),
+        mock.patch.object(symbolic_shapes.log, "disabled", True),
+    ):
         yield
 
 

@@ -307,7 +307,7 @@ def test_what_cannot_be_traced_is_refused_with_its_cause() -> None:
     model = Own(layers=1)
     model.stack = nn.ModuleList([Deciding(32, 4, 2, True)])
     with pytest.raises(
-        Unsupported, match=r"Own: torch.export cannot trace it .*; remove Python decisions on"
+        Unsupported, match=r"Own: a Python decision depends on a tensor's value .*; choose values with torch.where"
     ) as caught:
         capture(model)
     assert caught.value.__cause__ is not None

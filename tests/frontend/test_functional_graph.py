@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
@@ -39,6 +40,11 @@ def kept_from_another_block(block: Doing, y: Tensor, x: Tensor) -> Tensor:
     return y + KEPT[0]
 
 
+def attending_freely(block: Doing, y: Tensor, x: Tensor) -> Tensor:
+    heads = x.view(1, -1, 4, 8).transpose(1, 2)
+    return y + flex_attention(heads, heads, heads)[0].transpose(0, 1).flatten(1)  # type: ignore[index, union-attr]
+
+
 def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
     return y / torch.tensor([float(i) for i in range(1, int(x.shape[0]) + 1)], device=x.device)[:, None]
 
@@ -51,6 +57,16 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
         (lambda block, y, x: block.up.bias.mul_(2).sum() + y, "writes in place into .*, or into a parameter, at "),
         (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace does not see.*read through"),
         (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace does not see"),
+        (
+            lambda block, y, x: y + torch.vmap(lambda t: t / (1 + t.norm()))(x),
+            "it transforms a function .* instead of torch.vmap",
+        ),
+        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "it uses torch.func within the trace"),
+        (
+            lambda block, y, x: torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (y,)),
+            "layer.0: it transforms a function.*; use torch.where instead of torch.cond",
+        ),
+        (attending_freely, r"it calls flex_attention, .*, at test_functional.*; call hydragraph.varlen_attention"),
         (kept_from_another_block, "only one number of tokens or sequences.*from another call or block"),
         (counted, "only one number of tokens or sequences.*; remove .tolist"),
         (
@@ -67,6 +83,22 @@ def test_what_a_trace_cannot_hold_of_a_block_is_refused_in_a_sentence_with_its_l
     model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
     with pytest.raises(Unsupported, match=message):
         capture(model)
+
+
+def test_a_decision_on_a_value_is_refused_without_the_text_that_pytorch_prints(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def checked(block: Doing, y: Tensor, x: Tensor) -> Tensor:
+        assert not torch.isnan(y).any()
+        return y
+
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Doing(checked) for _ in range(2)])
+    message = r"Own: a Python decision depends on a tensor's value .*isnan\(y\).any\(\)'; choose values with"
+    with pytest.raises(Unsupported, match=message) as caught:
+        capture(model)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_labels_that_a_loss_shifts_again_are_refused_in_a_sentence() -> None:
