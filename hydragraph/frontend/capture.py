@@ -282,8 +282,11 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
         what = "blocks share a value that depends on parameters or blocks, so stages cannot compute it from the batch"
+        if not aux.parameters and torch.ops.hydragraph.block.default not in placed[: len(aux.graph.graph.nodes)]:
+            what = "the model reads the output of an earlier block after its last block"
         remedy = (
-            "concatenate the value to the hidden state on the last dimension, and let each block split and return both"
+            "compute the value in the blocks, from their own (or common) parameters and fields such as input_ids; or "
+            "concatenate it to the hidden state on the last dimension, and let each block split and return both"
         )
         raise Unsupported(what, where=model, remedy=remedy)
     return _Pieces(model, embed, aux, head, feeds, {tokens: skeleton.example["T"], bounds: skeleton.example["N+1"]})

@@ -19,7 +19,10 @@ _PREFIX = "_hydragraph_loss."  # prefix of the names of a loss's buffers in a pr
 def refuse_trained(loss: Loss | None) -> None:
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         what = f"the loss has the parameter {name!r}, but only the model's parameters are trained and saved"
-        remedy = "register the parameter in the model, and have its forward return it along with the logits"
+        remedy = (
+            "register the parameter, or the frozen module, in the model, and have its forward return the parameter, or "
+            "the module's output, along with the logits"
+        )
         raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 
 

@@ -187,7 +187,10 @@ def _in_order(
     called = [call.name for call in calls]
     if called != [n for n, _ in _named(listed)]:
         what = f"the model calls its blocks in the order {called[:4]}..., but must call each block once, in list order"
-        remedy = "pass blocks='path.to.list', the path of the nn.ModuleList over which the model iterates"
+        remedy = (
+            "list the blocks in the order of their calls (the same block may occur several times), or pass "
+            "blocks='path.to.list', the path of the nn.ModuleList over which the model iterates"
+        )
         raise Unsupported(what, where=where, remedy=remedy)
     return exported, calls
 
@@ -288,6 +291,10 @@ def _opaque(
             _refuse_other_hidden(hidden, inputs, name)
         rebuild, form = forms.of[key]
         hidden, *others = inputs
+        if not torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in block.parameters())):
+            what = "the model runs it under torch.no_grad(), but its parameters or those before it are trainable"
+            remedy = "freeze these parameters with requires_grad_(False), and run the block without no_grad()"
+            raise Unsupported(what, where=name, remedy=remedy)
         flat = hidden.dim() == 2
         feeds = None if fused is None else fused.enter(name, hidden, others)
         wide: Any

@@ -368,8 +368,21 @@ class Receiving(Layer):
         return torch.cat([super().forward(x + 0.1 * first, cu_seqlens), first], -1)
 
 
+class Deep(Own):
+    """Its logits are computed from the outputs of all blocks."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        first = self.stack[0]((self.tokens(input_ids) + self.places(position_ids))[0], cu_seqlens)
+        return self.out(self.norm(first + self.stack[1](first, cu_seqlens)))[None]
+
+
+def test_the_output_of_an_earlier_block_is_not_read_after_the_last() -> None:
+    with pytest.raises(Unsupported, match=r"Deep: the model reads the output of an earlier block after its last block"):
+        capture(Deep())
+
+
 def test_a_value_for_all_blocks_is_carried_in_the_hidden_state_as_its_refusal_says() -> None:
-    with pytest.raises(Unsupported, match=r"blocks share a value .*; concatenate the value to the hidden state"):
+    with pytest.raises(Unsupported, match=r"blocks share a value .* or concatenate it to the hidden state"):
         capture(Sharing(carried=False))
     shared, carried = randomised(Sharing(carried=False)), Sharing(carried=True)
     carried.load_state_dict(shared.state_dict())

@@ -85,7 +85,7 @@ def test_the_numeric_check_computes_with_the_buffers_of_the_loss() -> None:
 
 def test_parameters_and_buffers_without_values_are_refused_by_name() -> None:
     with pytest.raises(
-        Unsupported, match=r"loss Scaled: the loss has the parameter 't'.*register the parameter in the"
+        Unsupported, match=r"loss Scaled: the loss has the parameter 't'.*register the parameter, or the frozen module,"
     ):
         hg.capture(Own(layers=1), loss=Scaled())
     with pytest.raises(Unsupported, match=r"loss Weighted: its buffer 'weights' is on the meta device.*on the CPU"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -76,6 +77,26 @@ def test_blocks_are_opaque_and_in_order(form: str) -> None:
     assert False in sites[0].leaves
 
 
+@pytest.mark.parametrize(("frozen", "refused"), [("nothing", True), ("layers", True), ("all", False)])
+def test_blocks_without_gradients_are_frozen_and_have_only_frozen_parameters_before_them(
+    frozen: str, refused: bool
+) -> None:
+    class Partly(Model):
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            hidden = self.embed(ids)
+            with torch.no_grad():
+                for layer in self.layers:
+                    hidden = layer(hidden, positions.float())
+            return self.head(hidden)
+
+    model = Partly(Layer(), Layer())
+    model.embed.requires_grad_(frozen != "all")
+    model.layers.requires_grad_(frozen == "nothing")
+    message = r"layer.0: the model runs it under torch.no_grad\(\), .*; freeze these parameters"
+    with pytest.raises(Unsupported, match=message) if refused else nullcontext():
+        skeleton(model)
+
+
 def test_a_site_runs_its_block_with_the_models_arguments() -> None:
     torch.manual_seed(0)
     real, model = Layer("tuple"), Model(Layer("tuple"))
@@ -102,7 +123,7 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
         ),
         (
             Model(Layer(), Layer(), order=(0, 0, 1)),
-            "but must call each block once, in list order; pass blocks='path.to.list'",
+            "but must call each block once, in list order; list the blocks in the order .*, or pass blocks=",
         ),
         (Model(Layer(), Layer(), order=(0,)), "but must call each block once, in list order"),
     ],
