@@ -63,10 +63,10 @@ def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str)
 
 def _token_dim(x: fx.Node, where: str) -> int:
     dims = symbolic_dims(x)
-    if len(dims) != 1:
+    if len(dims) != 1 or dims[0] == len(shape(x)) - 1:
         what = (
             f"dropout is applied to a value of shape {list(map(str, shape(x)))}, which "
-            "does not have exactly one token dimension"
+            "does not have exactly one token dimension, followed by features"
         )
         remedy = "set that dropout probability to 0, or apply dropout to values with one row per token"
         raise Unsupported(what, where=where, remedy=remedy)

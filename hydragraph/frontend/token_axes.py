@@ -52,6 +52,7 @@ _ROWS: Mapping[int, frozenset[Any]] = {
     3: aten_operators("instance_norm avg_pool1d adaptive_avg_pool1d conv1d conv1d.padding"),
     4: aten_operators("conv2d conv2d.padding avg_pool2d pixel_shuffle"),
 }
+_OF_TWO = aten_operators("bilinear gru_cell rnn_tanh_cell rnn_relu_cell")  # two inputs, then weights
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
 RESHAPES = VIEWS | aten_operators("view_as reshape_as")
 _ELEMENTWISE = aten_operators("""
@@ -146,7 +147,7 @@ def _problem(
         return None if orders == {1} else _ROUTED
     if node.target is dropout:  # dropout keys are in batch order
         x, *_, token_dim = operands(node)[:7]
-        return None if orders == {1} and x in rows and rows[x].dim == token_dim else _MIXES
+        return None if orders == {1} and (x not in rows or rows[x].dim == token_dim) else _MIXES
     if len(orders) > 1 or len(dims) != 1:
         return _MIXES
     if node.target in RESHAPES:
@@ -183,7 +184,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return _einsum_keeps(node, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         return argument_of(node, "dim") % ndim != dim and len({dims[n] for n in with_tokens}) == 1
-    if target is aten.bilinear.default:
+    if target in _OF_TWO:
         return all(n in arguments[:2] and dims[n] == dim < ndim - 1 for n in with_tokens) and arguments[2] not in dims
     if _is_pointwise_convolution(node) and with_tokens == [first] and dims[first] > 1:
         return True
@@ -193,6 +194,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return _is_masked_fill(node, dims)
     if target in (aten.linear.default, aten.inner.default):
         return with_tokens == [first] and dims[first] < len(shape(first)) - 1
+    if target is aten.bucketize.Tensor:
+        return with_tokens == [first]
     if target in (aten.outer.default, aten.ger.default):  # [T] x [N] -> [T, N], and [N] x [T] -> [N, T]
         return len(with_tokens) == 1 and with_tokens == [arguments[dim]]
     if target is aten.addmm.default:

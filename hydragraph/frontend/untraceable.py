@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +28,18 @@ from hydragraph.private.hooks_and_overrides import (
     shares_elements_with_itself,
 )
 from hydragraph.private.module_internals import BATCH_NORMS
+
+# Modules that compute with the whole packed row -> reason and remedy.
+_UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
+    nn.RNNBase: (
+        "passes a state from each token of a packed row to the next, across sequences",
+        "use hydragraph.varlen_attention; a gate of each token may be an nn.GRUCell",
+    ),
+    nn.EmbeddingBag: (
+        "finds its bags by their offsets in the packed row",
+        "use nn.Embedding, and sum or average the result over the bag's dimension",
+    ),
+}
 
 
 def refuse_unseen(model: nn.Module) -> None:
@@ -78,7 +90,10 @@ def _refuse_module(module: nn.Module, where: str) -> None:
         what = f"accelerate's {type(module._hf_hook).__name__} wraps its forward"
         remedy = "call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         raise Unsupported(what, where=where, remedy=remedy)
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    for kind, (why, remedy) in _UNPACKED.items():
+        if isinstance(module, kind):
+            raise Unsupported(f"{type(module).__name__} {why}", where=where, remedy=remedy)
+    if isinstance(module, nn.Embedding):
         for option in ("scale_grad_by_freq", "max_norm", "sparse"):
             if getattr(module, option):
                 dense = "makes the gradient a sparse tensor"

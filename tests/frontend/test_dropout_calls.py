@@ -28,6 +28,10 @@ class Block(nn.Module):
         x = x + self.drop(hg.varlen_attention(q, k, v, cu_seqlens).reshape(x.shape))
         if self.kind == "weight":
             return x + F.linear(x, F.dropout(self.up.weight[:16], 0.5))
+        if self.kind == "row":
+            return x * F.dropout(torch.ones(x.shape[:-1], device=x.device), 0.5).unsqueeze(-1)
+        if self.kind == "whole tokens":
+            return x * F.dropout(torch.ones(*x.shape[:-1], 1, device=x.device), 0.5)
         if self.kind == "channels":
             return x + F.dropout1d(x, 0.5)
         up = F.dropout(self.up(x).relu(), 0.0 if self.kind == "none" else 0.5)
@@ -69,6 +73,10 @@ def test_dropout_in_place_is_captured() -> None:
     assert calls(hg.capture(Model("in place")), 1) == [(0.25, 0), (0.5, 1), (0.125, 2)]
 
 
+def test_whole_tokens_may_be_dropped() -> None:
+    assert calls(hg.capture(Model("whole tokens")), 1) == [(0.25, 0), (0.5, 1)]
+
+
 def test_a_model_in_evaluation_has_only_what_it_asks_for() -> None:
     assert calls(hg.capture(Model().eval(), check="off"), 1) == [(0.5, 0)]
     assert not hg.capture(Model("none").eval(), check="off").drops
@@ -81,6 +89,7 @@ def test_a_model_in_evaluation_has_only_what_it_asks_for() -> None:
             "weight",
             r"layer.0: dropout is applied to a value of shape \['16', '16'\], .*; set that dropout probability to 0",
         ),
+        ("row", r"a value of shape \['1', '\w+'\], .*; .* or apply dropout to values with one row per token"),
         (
             "channels",
             "draws random numbers, which would differ between ranks; use torch.nn.functional.dropout",

@@ -35,6 +35,8 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: torch.einsum("...i,ij->...j", x, matrix(x)),
     "inner": lambda x: torch.inner(x, matrix(x)) * torch.mv(x[0], numbers(x))[None, :, None],
     "bilinear": lambda x: F.bilinear(x, x * 2, matrix(x).expand(3, WIDTH, WIDTH)),
+    "a recurrent cell": lambda x: torch.gru_cell(x[0], x[0] * 2, *matrix(x).repeat(2, 3, 1))[None],
+    "bucketize": lambda x: x + torch.bucketize(x, numbers(x)),
     "a convolution of single elements": lambda x: F.conv1d(x.mT, matrix(x)[..., None], numbers(x)).mT,
     "a padded convolution by name": lambda x: F.conv1d(x.mT, matrix(x)[..., None], padding="same").mT,
     "tokens as rows": lambda x: F.group_norm(x[0], 2)[None] + F.avg_pool1d(x[0][:, None], 3, 1, 1)[:, 0][None],

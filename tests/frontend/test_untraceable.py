@@ -251,6 +251,8 @@ class Functional(nn.Module):
         (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True counts"),
         (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
         (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule wraps another"),
+        (lambda: nn.EmbeddingBag(101, 32), "tokens: EmbeddingBag finds its bags by .*; use nn.Embedding, and sum"),
+        (lambda: nn.GRU(32, 32), "tokens: GRU passes a state .*, across sequences; use hydragraph.varlen_attention"),
     ],
 )
 def test_modules_that_look_at_a_whole_batch_and_wrappers_are_refused(
