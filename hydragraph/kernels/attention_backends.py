@@ -315,12 +315,13 @@ def _sizes(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is dense, which kernels assume without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
     """Reshape [N * L, H, D] to [N, H * group, L, D]."""
-    x = x.unflatten(0, (sequences, -1)).transpose(1, 2)
+    x = _dense(x).unflatten(0, (sequences, -1)).transpose(1, 2)
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 

@@ -125,7 +125,7 @@ def _check_options(q: Tensor, window: int | None, chunk: int | None, cap: float 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | None) -> None:
     if not len(q) == len(k) == len(v):
-        raise _refused(f"q, k, v of {len(q)}, {len(k)} and {len(v)} tokens", "pass all keys and values of the row")
+        raise _refused(f"q, k, v of {len(q)}, {len(k)} and {len(v)} tokens", "pass [T, Hq, D], [T, Hk, D], [T, Hk, D]")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 1:
         raise _refused(
             f"cu_seqlens of shape {list(cu_seqlens.shape)} and {cu_seqlens.dtype}",

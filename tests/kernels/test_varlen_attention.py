@@ -157,6 +157,17 @@ def test_views_of_one_fused_product() -> None:
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"cap": 2.0}])
+def test_heads_whose_elements_are_apart(options: dict[str, Any]) -> None:
+    q, k, v, cu_seqlens = packed([9, 4])
+    apart = [x.detach().mT.contiguous().requires_grad_() for x in (q, k, v)]
+    found = results(varlen_attention(*(x.mT for x in apart), cu_seqlens, **options), *apart)
+    expected = results(varlen_attention(q, k, v, cu_seqlens, **options), q, k, v)
+    torch.testing.assert_close(found[0], expected[0])
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(one.mT, other)
+
+
 @pytest.mark.parametrize("kv", [1, 4])
 def test_bfloat16_is_as_good_as_its_inputs(kv: int) -> None:
     q, k, v, cu_seqlens = packed([9, 1, 20], heads=4, kv=kv, size=16)
