@@ -99,7 +99,8 @@ def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) ->
         if math.isfinite(rival.seconds):
             why, took = compared.verdict(rival.strategy, rival.settled)
             rivals[i] = replace(rival, why=why, seconds=took)
-    return replace(plan, rivals=tuple(rivals))
+    nearest = sorted(rivals[:SHOWN], key=lambda rival: rival.seconds)
+    return replace(plan, rivals=(*nearest, *rivals[SHOWN:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +129,10 @@ class _Compared:
             return f"takes {-more:.0%} less time, but was not simulated during the search", found.seconds
         if more < 0.005:
             return "takes the same time", found.seconds
-        spent = device_time(self.varied.costs, rival, found.home, found.assignments[0])
-        return f"takes {more:.0%} longer (mostly {main_cause(spent, self._own)})", found.seconds
+        costs = self.varied.costs
+        spent = device_time(costs, rival, found.home, found.assignments[0])
+        unused = 1 - len({*rival.devices, *self.plan.strategy.devices}) / costs.ranks
+        return f"takes {more:.0%} longer (mostly {main_cause(rival, spent, self._own, unused)})", found.seconds
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:

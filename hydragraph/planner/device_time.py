@@ -1,8 +1,8 @@
 """Breakdown of an iteration's time by cause, averaged over devices.
 
-computation  forwards and backwards, including tensor-parallel communication
+computation  forwards and backwards, including tensor-parallel sums
 traffic      exposed pulls, pushes and messages, and the update
-bubble       waiting for other stages; "imbalance" if every pipeline has one stage
+waiting      waiting for other stages or pipelines
 idle         devices without work
 """
 
@@ -21,18 +21,32 @@ _WAITING = (TimeKind.LATE, TimeKind.OTHER)
 def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
     timeline = costs.changed(home=home).simulate(strategy, assignment)
     accounts = predicted_accounts(timeline)
-    staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)
-    waiting = "bubble" if staged else "imbalance"
-    spent = {"computation": 0.0, "traffic": 0.0, waiting: 0.0, "idle devices": 0.0}
+    spent = dict.fromkeys(("computation", "traffic", "waiting", "idle"), 0.0)
     for rank, account in enumerate(accounts):
         if rank not in strategy.devices:
-            spent["idle devices"] += timeline.seconds
+            spent["idle"] += timeline.seconds
             continue
         for kind, seconds in account.seconds.items():
-            what = "computation" if kind in _COMPUTATION else waiting if kind in _WAITING else "traffic"
+            what = "computation" if kind in _COMPUTATION else "waiting" if kind in _WAITING else "traffic"
             spent[what] += seconds
     return {what: seconds / len(accounts) for what, seconds in spent.items()}
 
 
-def main_cause(slower: dict[str, float], faster: dict[str, float]) -> str:
-    return max(slower, key=lambda kind: slower[kind] - faster.get(kind, 0.0))
+def main_cause(rival: Strategy, slower: dict[str, float], faster: dict[str, float], unused: float = 0.0) -> str:
+    """Return the kind of work on which a rival spends the most additional time.
+
+    Args:
+        unused: fraction of the devices that neither strategy uses; their time explains nothing.
+    """
+    more = {kind: slower[kind] - faster[kind] for kind in slower}
+    more["idle"] -= unused * sum(more.values())
+    stages = [stage for pipeline in rival.pipelines for stage in pipeline.stages]
+    named = {
+        "computation": "computation and tensor-parallel sums"
+        if any(stage.tp > 1 for stage in stages)
+        else "computation",
+        "waiting": "bubble" if len(stages) > len(rival.pipelines) else "imbalance",
+        "idle": "idle devices",
+    }
+    cause = max(more, key=lambda kind: more[kind])
+    return named.get(cause, cause)

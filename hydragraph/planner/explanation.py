@@ -39,7 +39,7 @@ def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float,
     """Return the text of `Plan.explain`, without the rivals and the reasons for idle devices."""
     how = "simulated" if chosen.simulated else "the slowest pipeline plus estimated traffic"
     lines = [
-        f"{workload} on {costs.ranks} devices: {chosen.seconds:.4g} s an iteration ({how}), "
+        f"{workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}: {chosen.seconds:.4g} s an iteration ({how}), "
         f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s",
         f"strategy: {chosen.strategy.name}",
     ]

@@ -124,8 +124,8 @@ class Plan:
     def explain(self) -> str:
         """Return a description of the plan, with the reasons against its rivals."""
         lost = [f"rejected: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
-        if len(self.rivals) > SHOWN:
-            lost.append(f"rejected: {len(self.rivals) - SHOWN} more strategies")
+        if more := len(self.rivals[SHOWN:]):
+            lost.append(f"rejected: {more} more {'strategy' if more == 1 else 'strategies'}")
         spare = [f"no work for ranks {', '.join(map(str, self.spare))}: {self._why_spare()}"] if self.spare else []
         return "\n".join([self.text, *spare, *lost])
 
