@@ -12,7 +12,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.cluster_parts import kind_of
 from hydragraph.planner.iteration_bound import bound
-from hydragraph.planner.plan import Plan
+from hydragraph.planner.plan import NEAR, Plan
 from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
@@ -65,13 +65,29 @@ def offers(
         if rental_offers and least[i] >= min(offer.plan.seconds for offer in rental_offers):
             break
         try:
-            rental_offers.append(RentalOffer(every[i], replace(prices, cluster=every[i].cluster), plan(every[i])))
+            some, chosen = _without_idle_nodes(every[i], plan)
+            rental_offers.append(RentalOffer(some, replace(prices, cluster=some.cluster), chosen))
         except Unsupported as error:
             refused = refused or error
     if not rental_offers:
         assert refused is not None, "the budget must pay for at least one node"
         raise refused
     return sorted(rental_offers, key=lambda each: each.plan.seconds)
+
+
+def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Costs, Plan]:
+    """Return the plan on the nodes that have work in it, and their costs."""
+    whole = plan(costs)
+    used = {costs.cluster.node_of(rank) for rank in whole.strategy.devices}
+    kept = [rank for rank in range(costs.ranks) if costs.cluster.node_of(rank) in used]
+    if len(kept) == costs.ranks:
+        return costs, whole
+    some = costs.of_ranks(kept, Home(copies=costs.home.copies))
+    try:
+        chosen = plan(some)
+    except Unsupported:
+        return costs, whole
+    return (some, chosen) if chosen.seconds <= whole.seconds * (1 + NEAR) else (costs, whole)
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:

@@ -33,6 +33,8 @@ class RentalPrices:
         named: dict[str, float] = {}
         for text in texts:
             name, _, number = text.rpartition("=")
+            if name in named:
+                raise ValueError(f"--price {text!r}: {name or 'the price of all types'} is given twice: keep one")
             try:
                 named[name] = float(number)
             except ValueError:
@@ -58,7 +60,8 @@ class RentalPrices:
         """Return the price of a plan and of a cheaper rival, if any."""
         own = self.million_tokens(plan.strategy, plan.seconds, workload)
         used = len(set(plan.strategy.devices))
-        said = [f"price: ${self.hour(plan.strategy):.4g} an hour for {used} devices, ${own:.4g} per million tokens"]
+        hour = f"${self.hour(plan.strategy):.4g} an hour for {used} device{'s' * (used > 1)}"
+        said = [f"price: {hour}, ${own:.4g} per million tokens"]
         priced = [
             (self.million_tokens(rival.strategy, rival.seconds, workload), rival)
             for rival in plan.rivals
@@ -68,8 +71,8 @@ class RentalPrices:
         if rival is None or least >= own:
             return [*said, "price: none of the rivals costs less per token"]
         longer = rival.seconds / plan.seconds - 1
-        name = rival.strategy.name
-        return [*said, f"price: {name} costs {1 - least / own:.1%} less per token, and takes {longer:.1%} longer"]
+        takes = f"{longer:.1%} longer" if longer > 0 else f"{-longer:.1%} less time"
+        return [*said, f"price: {rival.strategy.name} costs {1 - least / own:.1%} less per token, and takes {takes}"]
 
 
 def per_million_tokens(per_hour: float, seconds: float, workload: Workload) -> float:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
+from hydragraph.planner.plan import NEAR
 from hydragraph.planner.rental_budget import affordable, offers
 from hydragraph.planner.rental_price import RentalPrices
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
@@ -66,7 +67,7 @@ def test_no_affordable_nodes_train_faster(budget: float) -> None:
     found = offers(costs, WORK, prices, budget, lambda some: hg.plan(some, WORK))
     every = [hg.plan(costs.of_ranks(ranks, Home()), WORK).seconds for ranks in affordable(costs, prices, budget)]
     best = found[0]
-    assert best.plan.seconds == pytest.approx(min(every))
+    assert best.plan.seconds <= min(every) * (1 + NEAR)
     assert best.per_hour <= budget
     assert [offer.plan.seconds for offer in found] == sorted(offer.plan.seconds for offer in found)
     best.plan.strategy.check(4, best.costs.ranks)
@@ -82,6 +83,15 @@ def test_lost_devices_are_not_rented_and_nodes_that_are_too_small_are_passed_ove
     small = costs_of(1, 1, memory=100_000)
     with pytest.raises(hg.Unsupported, match="nothing fits"):
         offers(small, WORK, prices_of(small, {"fast": 1.0, "slow": 1.0}), 2.0, lambda some: hg.plan(some, WORK))
+
+
+def test_nodes_without_work_are_not_rented() -> None:
+    costs = costs_of(1, 1)
+    slow = hg.Health({2: 1e6})
+    costs = costs.changed(health=slow)
+    (found,) = offers(costs, WORK, prices_of(costs, {"fast": 5.0, "slow": 1.0}), 20.0, lambda some: hg.plan(some, WORK))
+    assert found.devices == "2 fast"
+    assert found.per_hour == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("budget", [-1.0, float("nan"), float("inf")])

@@ -52,3 +52,5 @@ def test_the_cheapest_rival_is_named_only_if_it_costs_less() -> None:
     assert prices.sentences(replace(plan, rivals=(dear, free)), WORK)[1:] == [
         "price: none of the rivals costs less per token"
     ]
+    faster = replace(cheap, seconds=0.9 * plan.seconds)
+    assert prices.sentences(replace(plan, rivals=(faster,)), WORK)[1].endswith(" and takes 10.0% less time")
