@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -156,8 +158,9 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
 
 def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     settings = dict(config.config or {})
-    kind = _model_class(str(config.architecture)).config_class
-    _check_names(kind, settings)
+    architecture = _model_class(str(config.architecture))
+    kind = architecture.config_class
+    _check_names(kind, settings, architecture)
     # The class's defaults would be ids of ordinary tokens.
     defaults = {
         "vocab_size": vocabulary,
@@ -294,11 +297,14 @@ def _model_class(name: str) -> Any:
     raise ValueError(f"model.architecture: transformers has no model class {name!r}: {hint}")
 
 
-def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
-    """Reject undeclared settings, which transformers would ignore."""
+def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
+    """Reject settings that transformers would ignore: undeclared ones that the model does not read either."""
     if not is_dataclass(kind):
         return
-    names = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
+    read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))
+    names = (
+        set(read) | {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
+    )
     for name in settings:
         if name not in names:
             hint = similar(name, names, "leave it out")

@@ -115,6 +115,14 @@ def test_errors_name_the_field(config: ModelConfig, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+def test_a_setting_that_only_the_model_reads_is_taken() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "intermediate_size": 8}
+    config = ModelConfig("Qwen3MoeForCausalLM", config={**sizes, **experts, "head_dim": 16})
+    shapes = {name: tuple(p.shape) for name, p in skeleton(config, 50).named_parameters()}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (32, 16)
+
+
 @pytest.mark.parametrize("how", [build_model, skeleton])
 def test_a_directory_with_code_of_its_own_is_refused(how: Callable[..., object], tmp_path: Path) -> None:
     mapped = {"model_type": "its_own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Model"}}
