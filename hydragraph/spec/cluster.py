@@ -30,6 +30,15 @@ from pathlib import Path
 from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
+MOST_DEVICES = 1 << 16
+# Smallest plausible number of a cluster file, and the unit; smaller ones were given in another unit.
+_UNITS = {
+    "flops_per_s": (1e9, "FLOP/s, such as 989e12"),
+    "memory_bytes": (1e5, "bytes, such as 80e9"),
+    "memory_bytes_per_s": (1e6, "bytes per second, such as 3.35e12"),
+    "bytes_per_s": (1e3, "bytes per second, such as 12.5e9"),
+}
+
 
 @dataclass(frozen=True)
 class Interconnect:
@@ -209,6 +218,9 @@ class Cluster:
         Args:
             types: device types by name; the types of `spec.known_devices`, such as "a100-80gb", need no entry.
         """
+        total = sum(node.devices * node.count for node in nodes)
+        if total > MOST_DEVICES:
+            raise ValueError(f"nodes: {total:,} devices in all: list at most {MOST_DEVICES:,}")
         every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
         types = {**{node.type: type_of_sheet(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
         for i, node in enumerate(nodes):
@@ -379,7 +391,10 @@ class Cluster:
             if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
                 flat = from_record(_Devices, data, name="cluster")
                 return cls(flat.devices, flat.within_node, flat.between_nodes)
+            if isinstance(types := data.get("types"), dict):  # an empty entry of a built-in type means its datasheet
+                data = {**data, "types": {name: sheet for name, sheet in types.items() if sheet or name not in KNOWN}}
             nodes = from_record(_Nodes, data, name="cluster")
+            _check_units("", data)
             return cls.of(nodes.types, nodes.nodes, nodes.pairs)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
@@ -411,6 +426,18 @@ class _Nodes:
     nodes: tuple[Node, ...]
     types: Mapping[str, DeviceType] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
+
+
+def _check_units(where: str, data: object) -> None:
+    """Raise a ValueError for a number that must have been given in another unit, such as gigabytes."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for name, value in items:
+        if name in _UNITS and isinstance(value, int | float):
+            least, unit = _UNITS[name]
+            if value < least:
+                raise ValueError(f"{where}: {name} is {value:g}: give {unit}")
+        place = f"{where}[{name}]" if isinstance(data, list) else f"{where}.{name}" if where else str(name)
+        _check_units(place, value)
 
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:

@@ -102,7 +102,7 @@ def from_record(
             raise ValueError(f"{where}: unknown field {name!r}: {hints.get(str(name)) or _meant(cls, str(name))}")
     for field in fields(cls):
         if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{where}: missing field {field.name!r}")
+            raise ValueError(f"{where}: missing field {field.name!r}: give {_example(cls)}")
     types = get_type_hints(cls)
     prefix = f"{path}." if path else ""
     values = {name: _from_value(types[name], value, prefix + name, hints) for name, value in data.items()}

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.spec.cluster import Cluster, Device, DeviceType, Interconnect, Node, Pair
+from hydragraph.spec.known_devices import KNOWN
 
 FAST, SLOW = Interconnect(450e9, 5e-6), Interconnect(50e9, 1e-5)
 DEVICE = Device(flops_per_s=9.89e14, memory_bytes=80_000_000_000, memory_bytes_per_s=3.35e12)
@@ -200,6 +201,8 @@ def test_links_can_be_scaled(tmp_path: Path) -> None:
         ("cards: 2", "cards: 3", "nodes[1]: cards is 3, devices is 2"),
         ("[1e6, 3e9]", "[1e2, 3e9]", "nodes[1].outer: points: sort them by bytes"),
         ("  l4: {flops_per_s: 1.2e14, ", "  l4: {", "types.l4: missing field 'flops_per_s'"),
+        ("memory_bytes: 80e9", "memory_bytes: 80", "types.h100: memory_bytes is 80: give bytes, such as 80e9"),
+        ("devices: 4", "devices: 40000000", "devices in all: list at most 65,536"),
         ("devices: 4", "device: 4", "nodes[0]: unknown field 'device': did you mean 'devices'?"),
     ],
 )
@@ -207,6 +210,14 @@ def test_errors_of_nodes_name_the_field(old: str, new: str, message: str, tmp_pa
     assert old in NODES
     with pytest.raises(ValueError, match=re.escape(message)):
         nodes(tmp_path, NODES.replace(old, new))
+
+
+def test_an_empty_entry_of_a_built_in_type_means_its_datasheet(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    link = "{bytes_per_s: 16e9, latency_s: 1e-5}"
+    for entry in ("", "types: {l4: {}}\n", "types: {l4: }\n"):
+        path.write_text(f"{entry}nodes: [{{type: l4, devices: 2, inner: {link}, outer: {link}}}]\n")
+        assert Cluster.load(path).devices[0].flops_per_s == KNOWN["l4"].flops_per_s
 
 
 def test_some_of_its_devices_keep_their_types_and_links(tmp_path: Path) -> None:
