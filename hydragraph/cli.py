@@ -158,9 +158,8 @@ _PATHS: dict[type[Exception], str] = {
 def _said(error: Exception) -> str:
     """Return the text of an error, with a remedy if the system rejected a path."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror == os.strerror(error.errno or 0):
-        way = _PATHS.get(type(error))
-        if way is not None:
-            return f"{error.filename}: {way}"
+        why = (error.strerror or "").lower()
+        return f"{error.filename}: {_PATHS.get(type(error), f'{why}: correct the path, or name another')}"
     return str(error)
 
 

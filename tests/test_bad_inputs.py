@@ -138,6 +138,9 @@ ODD: dict[str, str | bytes] = {
     "nodes.yaml": CLUSTER.partition("nodes")[0] + "nodes: []\n",
     "zork.yaml": CLUSTER.replace("type: h200", "type: zork"),
     "nocount.yaml": CLUSTER.replace("devices: 2", "devices: 0"),
+    "gigabytes.yaml": CLUSTER.replace("141e9", "141"),
+    "many.yaml": CLUSTER.replace("devices: 2", "devices: 100000000"),
+    "zeros.txt": "0\n0\n",
     "health.yaml": "0: 0.5\n",
     "rates.yaml": "rates: {0: 2}\n",
     "dead.yaml": "0: .inf\n1: .inf\n2: .inf\n3: .inf\n",
@@ -165,6 +168,7 @@ TYPED = tuple(typed())
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("odd")
     (folder / "empty").mkdir()
+    (folder / "self.yaml").symlink_to("self.yaml")
     for name, content in ODD.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)

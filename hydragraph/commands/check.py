@@ -251,7 +251,7 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.train.plan_input import read_lengths
 
-    data = [min(n, longest) for n in read_lengths(lengths) if n]
+    data = [min(n, longest) for n in read_lengths(lengths)]
     return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
 
 

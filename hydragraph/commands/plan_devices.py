@@ -132,6 +132,11 @@ def _running(text: str, costs: Costs) -> Strategy:
 
     try:
         strategy = Strategy.read(text, costs.outline.layers)
+        if (last := max(strategy.devices)) >= costs.ranks:
+            raise ValueError(
+                f"it uses rank {last}, but the cluster file has {costs.ranks} devices: list all devices of the running "
+                "strategy there, and lost ones with .inf in --health"
+            )
         strategy.check(costs.outline.layers, costs.ranks)
     except ValueError as error:
         raise ValueError(f"--running: {error}") from None

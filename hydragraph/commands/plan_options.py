@@ -214,9 +214,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
             if self.sequences or self.length:
                 raise ValueError("--lengths draws mini-batches: omit --sequences and --length")
             limit = self.context or longest
-            data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
-            if not data:
-                raise ValueError(f"{self.lengths} contains only empty sequences: give lengths above 0")
+            data = [min(n, limit or n) for n in read_lengths(self.lengths)]
             return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
         if self.context:
             raise ValueError("--context truncates the sequences of --lengths: for equal sequences give --length")

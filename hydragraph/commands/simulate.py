@@ -217,7 +217,7 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
         from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.train.plan_input import read_lengths
 
-        data = [min(n, config.data.max_length) for n in read_lengths(step.lengths) if n]
+        data = [min(n, config.data.max_length) for n in read_lengths(step.lengths)]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
         return assign_pipelines(costs.pipelines(strategy), batch)
     length = step.tokens or config.data.max_length

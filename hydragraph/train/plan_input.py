@@ -60,20 +60,28 @@ def read_corrections(path: Path | None) -> Corrections | None:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the sequence lengths from a token file, or from a text file with one number per line."""
+    """Read the sequence lengths above 0 from a token file, or from a text file with one number per line."""
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
         from hydragraph.data.token_file import TokenFile
 
-        return [int(n) for n in TokenFile.open(path).lengths]
-    lines = path.read_text(encoding="utf-8").split()
+        lengths = [int(n) for n in TokenFile.open(path).lengths if n]
+    else:
+        lengths = _written_lengths(path)
+    if not lengths:
+        raise ValueError(f"{path} contains only empty sequences: give lengths above 0")
+    return lengths
+
+
+def _written_lengths(path: Path) -> list[int]:
+    lines = path.read_text(encoding="utf-8-sig").split()
     for number, line in enumerate(lines, start=1):
         if not line.isdecimal():
             raise ValueError(f"{path}, entry {number}: {line!r} is not a number of tokens: write one length per line")
     if not lines:
         raise ValueError(f"{path} is empty; write the length of one sequence per line")
-    return [int(line) for line in lines]
+    return [int(line) for line in lines if int(line)]
 
 
 def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
