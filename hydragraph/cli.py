@@ -5,6 +5,7 @@ Commands import modules only when they run, so that `--help` is fast.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -72,6 +73,9 @@ def _print_version(asked: bool) -> None:
 def main() -> None:
     """Run the command line; the entry point of `hydragraph`."""
     os.environ.update(spinning(os.environ))  # before anything imports PyTorch
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     app()
 
 
@@ -154,12 +158,17 @@ _PATHS: dict[type[Exception], str] = {
     PermissionError: "you do not have permission to use this path: change its permissions, or name another path",
 }
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def _said(error: Exception) -> str:
-    """Return the text of an error, with a remedy if the system rejected a path."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror == os.strerror(error.errno or 0):
-        why = (error.strerror or "").lower()
-        return f"{error.filename}: {_PATHS.get(type(error), f'{why}: correct the path, or name another')}"
+    """Return the text of an error, with a remedy if the system rejected a path or has no space."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL:
+        return f"{error}: free disk space, or write elsewhere"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror == os.strerror(number or 0):
+        other = f"{error.strerror.lower()}: correct the path, or name another"
+        return f"{error.filename}: {_PATHS.get(type(error), other)}"
     return str(error)
 
 

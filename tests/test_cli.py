@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hydragraph.cli import main
+from hydragraph.train.config import TrainConfig
 from hydragraph.version import __version__
 from tests.commands.tiny import run, write
 
@@ -21,6 +25,25 @@ def test_help_lists_the_verbs() -> None:
 def test_as_a_module_it_is_the_same_and_tells_its_version() -> None:
     done = subprocess.run([sys.executable, "-m", "hydragraph", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"hydragraph {__version__}"
+
+
+def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hydragraph", "--version"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert sys.stdout is not None
+
+
+def test_a_full_disk_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TrainConfig, "load", full)
+    result = run("check", write(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.endswith("No space left on device: free disk space, or write elsewhere\n")
 
 
 def test_help_imports_nothing_that_is_slow() -> None:

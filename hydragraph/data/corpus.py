@@ -359,7 +359,10 @@ def _table_format(path: Path, fields: Fields) -> Format:
     names = tables.columns(path)
     format = fields.format_of(names, str(path), "column")
     if format == "text" and fields.text not in names:
-        raise ValueError(f"{path}: no column {fields.text!r}: set text_field to one of {names}")
+        first = filter(None, islice(tables.rows(path, names), 100))
+        texts = sorted({name for row in first for name, value in row.items() if isinstance(value, str)})
+        remedy = f"set text_field to one of {texts}" if texts else f"none of {names} holds text; write a text column"
+        raise ValueError(f"{path}: no column {fields.text!r}: {remedy}")
     return format
 
 

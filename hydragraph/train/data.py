@@ -61,7 +61,10 @@ class Tokens:
         return " ".join(file.fingerprint for file in (*self.files, *self.evaluation.values()))
 
 
-_NO_TEXT = "the corpus holds no text: check data.paths, data.suffixes and data.text_field"
+_NO_TEXT = (
+    "the corpus holds no text: check data.paths, data.suffixes and data.text_field, and that the files are UTF-8, "
+    "because other documents are skipped"
+)
 
 
 def check_data(config: TrainConfig) -> None:

@@ -135,8 +135,11 @@ def test_parquet_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["x", "y"]}), path)
-    with pytest.raises(ValueError, match=r"a.parquet: no column 'body': set text_field to one of \['id', 'text'\]"):
+    with pytest.raises(ValueError, match=r"a.parquet: no column 'body': set text_field to one of \['text'\]"):
         list(documents([path], fields=Fields(text="body")))
+    parquet.write_table(pyarrow.table({"meta": [{"text": "x"}]}), tmp_path / "nested.parquet")
+    with pytest.raises(ValueError, match=r"no column 'text': none of \['meta'\] holds text; write a text column"):
+        list(documents([tmp_path / "nested.parquet"]))
     with pytest.raises(ValueError, match=r"a.parquet: row 1: 'id' is a int, not text"):
         list(documents([path], fields=Fields(text="id")))
     path.write_bytes(path.read_bytes()[:-20])
