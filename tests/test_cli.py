@@ -36,6 +36,15 @@ def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stdout is not None
 
 
+def test_ctrl_c_during_imports_shows_no_traceback() -> None:
+    code = "import os, signal, sys; sys.meta_path.insert(0, type('Typed', (), {'find_spec': lambda name, *_: "
+    code += "os.kill(os.getpid(), signal.SIGINT) if name == 'typer' else None})); "
+    code += "from hydragraph.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr == "hydragraph: stopped\n"
+
+
 def test_a_full_disk_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
