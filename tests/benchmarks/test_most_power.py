@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -120,6 +121,15 @@ def test_the_published_formulation_has_the_same_optimum(
     published = most_power_by_scip(kinds, micro_batches, least)
     sound(kinds, published, least)
     assert found.value == pytest.approx(published.value, rel=1e-5)
+
+
+def test_the_published_formulation_ends_at_a_deadline() -> None:
+    pytest.importorskip("cvxpy")
+    pytest.importorskip("pyscipopt")
+    kinds = [EntityKind(1, 80 * GB, 8), EntityKind(2.1, 70 * GB, 8)]
+    began = time.monotonic()
+    sound(kinds, most_power_by_scip(kinds, 64, 120 * GB, began + 2), 120 * GB)
+    assert time.monotonic() - began < 60
 
 
 @thorough

@@ -13,14 +13,17 @@ where x_ij is 1 if entity i is in group j, else 0; every entity is in exactly on
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.errors import Unsupported
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.exact.integer_programs import cvxpy_with
 
 SAME = 1e-9
@@ -93,8 +96,10 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
     return int(min(entities, micro_batches, fitting))
 
 
-def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> Grouping:
-    """Return the grouping with the most effective computing power, for small problems.
+def most_power_by_scip(
+    kinds: Sequence[EntityKind], micro_batches: int, least_memory: float, until: float | None = None
+) -> Grouping:
+    """Return the grouping with the most effective computing power, for small problems; the best until a deadline.
 
     One integer program is solved for each number of groups; its products w_ij = z x_ij, with z = min_j G_j, are
     linearized with sum_j w_ij = z.
@@ -111,6 +116,9 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
     best: tuple[tuple[int, ...], ...] = ()
     value = 0.0
     for number in range(most_groups(kinds, micro_batches, least_memory), 0, -1):
+        if best and is_late(until):
+            break
+        limit = {} if until is None else {"limits/time": max(1.0, until - time.monotonic())}
         per_group = micro_batches / number
         x = cvxpy.Variable((len(powers), number), boolean=True)
         w = cvxpy.Variable((len(powers), number), nonneg=True)
@@ -124,7 +132,8 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
             per_group * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (per_group - 1),
         ]
         problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
-        problem.solve(solver="SCIP")
+        with suppress(cvxpy.SolverError):  # no solution within the limit
+            problem.solve(solver="SCIP", scip_params=limit)
         if x.value is None:
             continue
         groups = _counted(kinds, np.rint(x.value).astype(np.int64))

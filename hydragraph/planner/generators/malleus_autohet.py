@@ -102,7 +102,7 @@ def search(
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
-            for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
+            for partition in _published(bench, counts, until) if way.published else _partitions(bench, counts, worth):
                 if by_shape and is_late(until):
                     break
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
@@ -196,14 +196,16 @@ def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
         yield Partition(((pipeline, 1),), tuple(sorted(every[stages:])), bench.price({pipeline: 1}))
 
 
-def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+def _published(bench: Bench, counts: dict[int, int], until: float | None) -> Iterator[Partition]:
     forms = sorted(counts)
     kinds = [EntityKind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:
         return
     try:
-        grouping = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes)
+        grouping = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes, until)
     except NothingHolds:
+        return
+    if not grouping.groups:
         return
     pipelines = Counter(
         tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in grouping.groups
