@@ -93,7 +93,7 @@ def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
         streams = () if not stage.stream else (STREAMS[stage.stream],)
         offloads = ("offloading activations",) * stage.offload
         marks = "".join(f", {mark}" for mark in (*stage.kind.marks, *streams, *offloads))
-        stages.append(f"{stage.tp} {kind}{slow}: {layers} layers{marks}")
+        stages.append(f"{stage.tp} {kind}{slow}: {layers} layer{'s' * (layers != '1')}{marks}")
     return " -> ".join(stages)
 
 

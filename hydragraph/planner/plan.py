@@ -126,7 +126,8 @@ class Plan:
         lost = [f"rejected: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
         if more := len(self.rivals[SHOWN:]):
             lost.append(f"rejected: {more} more {'strategy' if more == 1 else 'strategies'}")
-        spare = [f"no work for ranks {', '.join(map(str, self.spare))}: {self._why_spare()}"] if self.spare else []
+        ranks = f"rank{'s' * (len(self.spare) > 1)} {', '.join(map(str, self.spare))}"
+        spare = [f"no work for {ranks}: {self._why_spare()}"] if self.spare else []
         return "\n".join([self.text, *spare, *lost])
 
     def _why_spare(self) -> str:
@@ -136,7 +137,7 @@ class Plan:
             return (
                 f"the best plan found with any of them takes {more:.1%} longer"
                 if more > 0.0005
-                else "a plan with some of them is no faster"
+                else "a plan that uses more devices is no faster"
             )
         most = max(self.limits[rank] for rank in self.spare)
         smallest = min(self.memory[rank] for rank in self.strategy.devices)
