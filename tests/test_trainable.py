@@ -167,5 +167,5 @@ def test_nothing_to_train_is_refused() -> None:
 
 def test_a_program_captured_with_other_parameters_frozen_is_refused() -> None:
     program = hg.capture(MODELS["norms alone"]())
-    with pytest.raises(ValueError, match="captured from another model"):
+    with pytest.raises(ValueError, match="captured from a model other than this"):
         hg.compile(MODELS["frozen embedding"](), hg.Strategy.parse("<tp1,pp1>", LAYERS), program=program, device="cpu")

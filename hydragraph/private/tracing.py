@@ -14,7 +14,6 @@ import sympy
 import torch
 import torch._functorch.config
 import torch._prims
-import torch.export._trace
 import torch.nn.functional as F
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -161,9 +160,11 @@ def _any_convolution() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence what torch.export writes to stderr (logs, whole graphs) before it raises an exception."""
+    from torch.export import _trace  # loads much of the compiler
+
     with (
-        mock.patch.object(torch.export._trace, "print", create=True),
-        mock.patch.object(torch.export._trace.log, "disabled", True),
+        mock.patch.object(_trace, "print", create=True),
+        mock.patch.object(_trace.log, "disabled", True),
         mock.patch.object(symbolic_shapes.log, "disabled", True),
     ):
         yield

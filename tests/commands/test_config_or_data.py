@@ -78,7 +78,7 @@ def test_a_config_of_somebody_else_is_not_replaced(data: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match=rf"{to} exists and differs.*hydragraph train {to}, or choose another"):
         config_of([data], to)
     assert to.read_text() == "mine"
-    with pytest.raises(ValueError, match=r"the folder .*none does not exist"):
+    with pytest.raises(ValueError, match=r"in the folder .*none, which does not exist"):
         config_of([data], tmp_path / "none" / "first.yaml")
 
 

@@ -56,7 +56,7 @@ def test_a_plan(tmp_path: Path) -> None:
         ("plan.json", "{}", ("--devices", "4"), "--devices does not affect a finished plan"),
         ("run", "", (), "contains no steps of a run"),
         ("run", "", ("--set", "steps=3"), "--set is for simulating a config"),
-        ("plan.json", "{}", ("--output", "nowhere/x.html"), "the folder nowhere does not exist"),
+        ("plan.json", "{}", ("--output", "nowhere/x.html"), "in the folder nowhere, which does not exist"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, name: str, content: str | None, options: tuple[str, ...], words: str) -> None:

@@ -66,8 +66,8 @@ def test_golden_kind() -> None:
     ("name", "old", "new", "sentence"),
     [
         ("ranks.txt", "2     2     0  2    0,1", "2     2     0  2    0", "rank 2: its peers are [0]"),
-        ("ranks.txt", "1     1     0  0-1  2\n", "", "line 9: expected rank 1, its kind, P, T and peers, found '2"),
-        ("ranks.txt", "3-4  5\n4", "3-x  5\n4", "line 11: expected numbers such as 0-7,12, or - for none, found '3-x'"),
+        ("ranks.txt", "1     1     0  0-1  2\n", "", "line 10: expected rank 1, its kind, P, T and peers, found '2"),
+        ("ranks.txt", "3-4  5\n4", "3-x  5\n4", "line 12: expected numbers such as 0-7,12, or - for none, found '3-x'"),
         ("ranks.txt", "0     0     0  0-1", "0     0     0  0-2", "found 1 pipelines and 3 ranks"),
         ("ranks.txt", "6     3     -", "6     9     -", "program_4.txt is missing"),
         ("program_0.txt", "send h1.0 -> rank A", "send h1.0 to A", "program_0.txt: line"),

@@ -49,7 +49,10 @@ def test_an_original_directory_gives_the_models_tensors_or_is_refused(family: st
     model.save_pretrained(tmp_path)  # in the original format, which transformers' own loading converts
     held, names = load_file(tmp_path / "model.safetensors"), tensor_names(model)
     if family in REFUSED:
-        with pytest.raises(Unsupported, match=f"{REFUSED[family]}; load it with transformers' from_pretrained"):
+        with pytest.raises(
+            Unsupported,
+            match=rf"\({REFUSED[family]}\) that is not supported; load it with transformers",
+        ):
             Names.of(model, names).placed(contents(tmp_path))
         return
     placed = {names.get(name, name): whole for name, whole in Names.of(model, names).placed(contents(tmp_path))}
