@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hydragraph.cluster.module_process import start_module
 from hydragraph.commands.options import chosen_home
 from hydragraph.commands.plan_options import PlanOptions
+from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.cluster import Cluster
 from hydragraph.train.config import TrainConfig
 
@@ -171,6 +172,7 @@ def _end_with_command() -> None:
     os._exit(1)
 
 
+@uncollected()
 def _compile_backwards() -> None:
     asked = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_command, daemon=True).start()

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, costs_of_plan
 from hydragraph.commands.plan_options import PlanOptions
+from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.train.config import TrainConfig
 
@@ -32,6 +33,7 @@ EXPLAINING = 1.0  # time for explaining the plan, relative to the planning time
 OFFERED = 4  # maximum number of printed offers
 
 
+@uncollected()
 def plan_devices(asked: PlanOptions) -> None:
     """Plan, print the plan, and write files; the deadline is measured from this call."""
     from hydragraph.spec.cluster import Cluster

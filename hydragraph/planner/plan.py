@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal, get_args
@@ -36,6 +34,7 @@ from hydragraph.planner.refinements import refined
 from hydragraph.planner.state_shares import home_by_block
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
+from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -189,7 +188,7 @@ def plan(
         running.check(costs.outline.layers, costs.ranks)
     elif not (running is None or isinstance(running, Plan)):
         raise ValueError(f"running is {running!r}: give a plan, a strategy or its text, or leave it out")
-    with _uncollected():
+    with uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
         return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming)
 
@@ -210,17 +209,6 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
         )
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
         raise ValueError(f"deadline_s is {deadline_s!r}: give at least 0 seconds, or None to complete the search")
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _plan(
