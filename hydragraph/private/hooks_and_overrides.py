@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.checkpoint import CheckpointFunction
 
 _OF_MODULES = {
     "_forward_hooks": "forward hook",
@@ -61,7 +62,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     def own_backward(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
         values = [*arguments, *keywords.values()]
         floats = any(isinstance(x, Tensor) and x.is_floating_point() for x in values)
-        if torch.is_grad_enabled() and floats and kind.__module__ == "torch.utils.checkpoint":
+        if torch.is_grad_enabled() and floats and kind is CheckpointFunction:
             raise refuse("reentrant checkpointing", "pass use_reentrant=False, or let the strategy recompute")
         if torch.is_grad_enabled() and floats and not kind.__module__.startswith("torch."):
             raise refuse(*own_backward_refused(kind.__qualname__))

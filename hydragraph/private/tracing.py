@@ -148,10 +148,11 @@ def _any_convolution() -> Iterator[None]:
     """Trace convolutions without the guards of PyTorch's kernel choice; all kernels return the same layout."""
     choose: Any = torch._C._select_conv_backend
 
-    def chosen(rows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def chosen(*arguments: Any, **options: Any) -> Any:
+        rows = arguments[0] if arguments else options["input"]
         environments = [size.node.shape_env for size in rows.shape if isinstance(size, torch.SymInt)]
         with environments[0].suppress_guards() if environments else contextlib.nullcontext():
-            return choose(rows, *arguments, **options)
+            return choose(*arguments, **options)
 
     with mock.patch.object(torch._C, "_select_conv_backend", chosen):
         yield
