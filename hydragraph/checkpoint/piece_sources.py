@@ -1,4 +1,4 @@
-"""Choice of the rank that reads each piece of a checkpoint, and of the place from which it reads.
+"""Choice of the rank that reads each piece of a checkpoint, and of the storage from which it reads the piece.
 
     the piece is             it is read by                                   once per
     in memory on the node    a rank that has it                              rank that has and needs it

@@ -214,7 +214,7 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
 
 
 def seats_of_fewer(world: World) -> Sequence[int]:
-    """Return the ranks' seats if an elastic launch has fewer ranks than it asks for; otherwise nothing."""
+    """Return the ranks' seats if an elastic launch has fewer ranks than it asks for, and otherwise no seats."""
     member = here()
     return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
 

@@ -36,7 +36,7 @@ def main_cause(rival: Strategy, slower: dict[str, float], faster: dict[str, floa
     """Return the kind of work on which a rival spends the most additional time.
 
     Args:
-        unused: fraction of the devices that neither strategy uses; their time explains nothing.
+        unused: fraction of the devices that neither strategy uses; they are not counted as idle devices.
     """
     more = {kind: slower[kind] - faster[kind] for kind in slower}
     more["idle"] -= unused * sum(more.values())

@@ -314,7 +314,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimize weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
-    from scipy.optimize import nnls  # imported late, because most ranks fit nothing
+    from scipy.optimize import nnls  # imported here, because few ranks fit a profile
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

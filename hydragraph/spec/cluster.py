@@ -33,7 +33,7 @@ from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 MOST_DEVICES = 1 << 16
 # Smallest plausible number of a cluster file, and the unit; smaller ones were given in another unit.
 _UNITS = {
-    "flops_per_s": (1e9, "FLOP/s, such as 989e12"),
+    "flops_per_s": (1e7, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, "bytes, such as 80e9"),
     "memory_bytes_per_s": (1e6, "bytes per second, such as 3.35e12"),
     "bytes_per_s": (1e3, "bytes per second, such as 12.5e9"),

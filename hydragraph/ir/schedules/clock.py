@@ -1,4 +1,4 @@
-"""Clock: an idealized time for each forward and backward of each stage, by which ranks order their tasks.
+"""Idealized times of every stage's forwards and backwards; each rank runs its tasks in the order of these times.
 
 One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
 
