@@ -55,7 +55,7 @@ SETTLED = 6
 LEANER = 3
 # Maximum number of proposals whose micro-batches are formed as in a run.
 CUT = 4
-# The exact time is seldom less than this fraction of the promised time.
+# The exact time is seldom less than this fraction of the time of `promised`.
 PROMISED = 0.97
 # Assumed accuracy of estimates for fewer pipelines.
 ROUGHLY = 0.95
@@ -250,7 +250,7 @@ class _Queue:
         self._until = until
         self._near = near
         self._moved = moved
-        self._cut = 0
+        self._cut: set[Strategy] = set()
         self._cut_s = 0.0
         self._numbers = count()
         # (seconds, insertion number, whether micro-batches are not formed yet, proposal)
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate proposals that the best estimate excluded, because settled plans may be slower than estimated."""
+        """Estimate excluded proposals whose bound is below `limit`: settled plans may be slower than estimated."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -283,10 +283,12 @@ class _Queue:
         self._estimate_others(limit)
         while self._heap and self._heap[0][0] < limit:
             uncut, proposal = self._pop(limit)
-            if not uncut:
+            done = proposal.strategy.shares or proposal.strategy in self._cut or is_late(self._until, 2 * self._cut_s)
+            if done and not uncut:
                 return proposal
-            if self._cut < CUT and not is_late(self._until, 2 * self._cut_s):
-                self._cut += 1
+            if not uncut:
+                self._add(proposal.expected_s, proposal)
+            if not done and (not uncut or len(self._cut) < CUT):
                 began = time.monotonic()
                 self._try(proposal)
                 self._cut_s = max(self._cut_s, time.monotonic() - began)
@@ -305,6 +307,7 @@ class _Queue:
         return entry[2:]
 
     def _try(self, each: Proposal) -> None:
+        self._cut.add(each.strategy)
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
         except Unsupported:  # it may fit with the owners that settling finds

@@ -7,6 +7,7 @@ import hydragraph as hg
 from hydragraph.planner.finalists import Moved, finalists, proposals, unlike
 from hydragraph.planner.generators.malleus_autohet import TOGETHER, search
 from hydragraph.planner.generators.symmetric import Simple, simple
+from hydragraph.planner.micro_batch_sizes import cut
 from hydragraph.planner.price_candidate import Settled, Shortage, form_of, settle, simulated
 from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.state_shares import fraction_of
@@ -38,8 +39,18 @@ def test_a_plan_is_as_quick_as_what_a_run_makes_of_its_strategy(rank: int, seque
     found = hg.plan(costs, hg.Workload(sequences=sequences, length=100))
     owned = costs.changed(home=found.home)
     for strategy in (found.strategy, hg.Strategy.parse("4*<tp1,pp1>", 6)):
-        cut = PlanRequest((owned.pipelines(strategy),), (0.0,)).choose(lengths)
-        assert found.seconds <= owned.simulate(strategy, cut.assignment).seconds * 1.003
+        choice = PlanRequest((owned.pipelines(strategy),), (0.0,)).choose(lengths)
+        assert found.seconds <= owned.simulate(strategy, choice.assignment).seconds * 1.003
+
+
+def test_micro_batches_are_formed_before_a_proposal_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydragraph.planner.finalists.CUT", 0)  # of no proposal in advance
+    costs = priced.costs(6, priced.cluster(2))
+    pipeline = hg.Strategy.parse("<tp1,pp2>", 6)
+    found = proposals(costs, LENGTHS, [], [], [Simple(pipeline, len(LENGTHS), 1.0)])
+    (one,) = finalists(costs, found, 0.0, None).settled
+    assert found[0].assignment.counts == (1,)
+    assert one.assignments == (cut(costs, pipeline, LENGTHS)[0],)
 
 
 def test_a_plan_is_there_however_late_it_is() -> None:
