@@ -1,16 +1,39 @@
-"""Entry point of `hydragraph`, and of `python -m hydragraph` if the script is not on the PATH."""
+"""Entry point of the script `hydragraph` and of `python -m hydragraph`."""
 
+import atexit
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line; Ctrl-C while its modules are imported ends it without a traceback."""
+    codes: list[object] = []
+    atexit.register(_end_at_once, codes)
     try:
-        from hydragraph.cli import main as run
-    except KeyboardInterrupt:
-        print("hydragraph: stopped", file=sys.stderr)
-        sys.exit(130)
-    run()
+        try:
+            from hydragraph.cli import main as run
+        except KeyboardInterrupt:
+            print("hydragraph: stopped", file=sys.stderr)
+            sys.exit(130)
+        run()
+    except SystemExit as ending:
+        codes.append(ending.code)
+        raise
+
+
+def _end_at_once(codes: list[object]) -> None:
+    """End the process after its other exit handlers.
+
+    The interpreter would otherwise collect garbage for more than a second if PyTorch is imported.
+    """
+    for code in codes:
+        if isinstance(code, int):
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except (OSError, ValueError):  # the interpreter reports a closed output
+                return
+            os._exit(code)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ Commands import modules only when they run, so that `--help` is fast.
 
 from __future__ import annotations
 
-import atexit
 import errno
-import gc
 import logging
 import os
 import sys
@@ -78,7 +76,6 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell closed it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    atexit.register(gc.freeze)  # the interpreter's last collections would take more than a second
     app()
 
 

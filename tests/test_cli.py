@@ -45,6 +45,13 @@ def test_ctrl_c_during_imports_shows_no_traceback() -> None:
     assert done.stderr == "hydragraph: stopped\n"
 
 
+def test_the_process_ends_without_a_last_collection() -> None:
+    code = "import sys; Told = type('Told', (), {'__del__': lambda _: print('collected')}); told = Told(); "
+    code += "told.itself = told; sys.argv[1:] = ['--version']; from hydragraph.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"hydragraph {__version__}\n", "")
+
+
 def test_a_full_disk_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
