@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.commands.launch_process import quieten
+from hydragraph.errors import Unsupported
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.ir.program import Program
     from hydragraph.passes.variants import Variants
+    from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.strategy import Strategy
 
 
 def bare_model(config: TrainConfig) -> nn.Module:
@@ -61,7 +65,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
         check_vocabulary(config.model, bare, vocabulary)
     model = adapted(bare, config.adapter, config.seed)
     program = program_of(config, model)
-    inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
+    inductor = choose_backend(config.backend, torch.device(config.device or "cuda")) == "inductor"
     return model, program, Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
 
 
@@ -71,8 +75,35 @@ def costs_of_run(
     import torch
 
     from hydragraph.cost.costs import Costs
+    from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_corrections
 
-    pushed = getattr(torch, config.push_dtype).itemsize
-    factors = read_corrections(corrections)
-    return Costs(profile, cluster, home=config.home, corrections=factors, push_itemsize=pushed, **graphs)
+    dtype, pushed = (getattr(torch, name) for name in (config.dtype, config.push_dtype))
+    element = state_bytes(config.optimizer, dtype, torch.device(config.device or "cuda"))
+    return Costs(
+        profile,
+        cluster,
+        home=config.home,
+        corrections=read_corrections(corrections),
+        push_itemsize=pushed.itemsize,
+        state_bytes=element,
+        **graphs,
+    )
+
+
+def run_assignment(costs: Costs, strategy: Strategy, lengths: Sequence[int], known: bool) -> Assignment:
+    """Assign a mini-batch as a run does.
+
+    Args:
+        known: whether the run knows these costs; otherwise, and if a sequence does not fit, the quick plan is used.
+    """
+    from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
+    from hydragraph.planner.micro_batch_sizes import cut
+    from hydragraph.planner.quick_plan import assign
+
+    with suppress(Unsupported):
+        if known and len({*lengths}) == 1:
+            return cut(costs, strategy, lengths)[0]
+        if known:
+            return assign_pipelines(costs.pipelines(strategy), lengths)
+    return assign(strategy, lengths)

@@ -28,6 +28,7 @@ from hydragraph.commands.options import (
     check_prices,
     chosen_strategies,
     default_devices_text,
+    on_planned_devices,
     verb,
 )
 from hydragraph.commands.text_table import new_table
@@ -92,10 +93,10 @@ def check_command(options: CheckOptions) -> None:
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and optimizer
     state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s, without
-    recomputation, relative to the peak FLOP/s of the devices. To check a GPU run without GPUs, pass --set device=cuda,
-    or --arch, which implies it. --arch also predicts the share of kernel launches in the computation time, and the
-    number of tokens below which this share is more than half. The exit code is 1 if a strategy does not fit, or if
-    training on this machine would fail because of the data.
+    recomputation, relative to the peak FLOP/s of the devices. Without device in the config, or with --arch, a run on
+    GPUs is checked. --arch also predicts the share of kernel launches in the computation time, and the number of tokens
+    below which this share is more than half. The exit code is 1 if a strategy does not fit, or if training on this
+    machine would fail because of the data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -107,6 +108,8 @@ def check_command(options: CheckOptions) -> None:
         raise ValueError("--profile uses measured seconds and --arch uses a datasheet: give only one of them")
     launches = options.arch is not None and options.efficiency is None
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
+    options = on_planned_devices(options, config)
+    known = options.cluster is not None or options.profile is not None
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
     config = replace(config, strategies=chosen_strategies(options.strategies, config.strategies, ranks))
@@ -121,7 +124,7 @@ def check_command(options: CheckOptions) -> None:
     fits = []
     for strategy in strategies:
         with screen.status(escape(f"checking {strategy.name}")):
-            assignment = _step(config, strategy, options.lengths)
+            assignment = _step(config, costs, strategy, options.lengths, known)
             fitting = fit(costs, strategy, assignment)
             flops = step_flops(program, [n for n in assignment.lengths if n])
             mfu = flops / (peak * fitting.seconds) if comparable else None
@@ -215,13 +218,10 @@ def _look_at_data(config: TrainConfig) -> bool:
 
 
 def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tuple[tuple[Strategy, ...], Costs, Program]:
-    import torch
-
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_profile
 
     with Console(stderr=True).status("capturing the model"):
@@ -235,24 +235,23 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
         doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # advice may name them
         degrees = sorted(named | set(filter(program.allows, doubled)))
         profile = datasheet(program, cluster, options.efficiency, degrees)
-    element = state_bytes(config.optimizer, program.dtype, torch.device(config.device or "cpu"))
     blocks = CompiledBlocks(program, variants.get)
-    costs = costs_of_run(config, profile, cluster, options.corrections, blocks=blocks, state_bytes=element)
+    costs = costs_of_run(config, profile, cluster, options.corrections, blocks=blocks)
     return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length), program
 
 
-def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
-    from hydragraph.planner.quick_plan import assign
+def _step(config: TrainConfig, costs: Costs, strategy: Strategy, lengths: Path | None, known: bool) -> Assignment:
+    from hydragraph.commands.captured_model import run_assignment
 
     longest = config.data.max_length
     tokens = config.data.tokens_per_step
     if lengths is None:
-        return assign(strategy, [longest] * -(-tokens // longest))
+        return run_assignment(costs, strategy, [longest] * -(-tokens // longest), known)
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.train.plan_input import read_lengths
 
     data = [min(n, longest) for n in read_lengths(lengths)]
-    return assign(strategy, mini_batches(data, tokens, 1, 0)[0])
+    return run_assignment(costs, strategy, mini_batches(data, tokens, 1, 0)[0], known)
 
 
 def _memory_table(fitting: MemoryFit) -> Table:

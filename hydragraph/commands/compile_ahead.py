@@ -35,7 +35,7 @@ class VariantRecord:
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        indices: positions within the stage of the ranks that run the variant.
+        indices: ranks that run the variant, by their positions in the stage.
         saved_bytes_per_token: bytes of saved values per token, excluding inputs and the output.
     """
 

@@ -129,7 +129,9 @@ def _title(record: VariantRecord) -> str:
         f"tp {record.tp}",
         *StageKind(record.tp, record.sequence_parallel, record.recompute, record.sums_in_pieces).marks,
     ]
-    where = "" if record.tp == 1 or len(record.indices) == record.tp else f" at {list(record.indices)} of the stage"
+    where = (
+        "" if record.tp == 1 or len(record.indices) == record.tp else f" on ranks {list(record.indices)} of the stage"
+    )
     return f"Template {record.template}, {blocks}{where}; {', '.join(kind)}"
 
 

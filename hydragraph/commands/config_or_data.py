@@ -61,9 +61,12 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
         )
     if leads() and existing is None:
         write_whole(to, text)
-        new = "" if inspected.model is not None else "; no model was given, so it trains a new model of 10 M parameters"
+        new = (
+            "" if inspected.model is not None else "; no model was given, so a new model of 10 M parameters is trained"
+        )
         typer.echo(
-            f"wrote the config of this run{new}; to change it, edit {to} and run hydragraph train {to}", err=True
+            f"wrote the config of this run{new}; to change the config, edit {to} and run hydragraph train {to}",
+            err=True,
         )
     return config
 

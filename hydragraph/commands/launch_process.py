@@ -44,8 +44,8 @@ def torchrun_rendezvous() -> str:
 def first_seen(began: float) -> float:
     """Return the start time of the run that the first attempt of this torchrun job found in the output folder.
 
-    The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run that
-    began after torchrun's process belongs to this job, and the result is 0.
+    The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, return 0 if
+    that run began after torchrun's process, because it then belongs to this job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client

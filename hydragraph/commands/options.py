@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -174,6 +174,15 @@ def default_devices_text(ranks: int, config: TrainConfig) -> str:
 def check_prices(profile: object, efficiency: float | None) -> None:
     if profile and efficiency is not None:
         raise ValueError("--profile uses measured seconds and --efficiency uses a datasheet: give only one of them")
+
+
+def on_planned_devices(options: Options, config: TrainConfig) -> Options:
+    """Return options with the cluster and profile of the config's `plan`, unless the command line names devices."""
+    own = ("cluster", "devices", "arch", "memory", "profile", "efficiency")
+    if any(getattr(options, name, None) is not None for name in own):
+        return options
+    cluster = None if config.plan.cluster is None else Path(config.plan.cluster)
+    return replace(options, cluster=cluster, profile=config.plan.profile)  # type: ignore[call-arg]
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:

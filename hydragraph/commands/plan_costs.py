@@ -61,14 +61,13 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
     Raises:
         ValueError: profiles, cluster, health and model do not match.
     """
-    from hydragraph.commands.captured_model import captured
+    from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.spec.health import Health
     from hydragraph.train.plan_input import read_corrections
 
-    corrections = read_corrections(asked.corrections)
     rates = None if asked.health is None else Health.load(asked.health)
     last = len(cluster.devices) - 1
     for rank in rates or ():
@@ -78,6 +77,7 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
     measured = _merged(asked.profile, cluster) if asked.profile else None
     if config is None:
         assert measured is not None, "PlanOptions.check requires a profile or a model"
+        corrections = read_corrections(asked.corrections)
         costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
         return costs, f"{costs.source}; memory from the profile"
     say("capturing the model")
@@ -92,14 +92,14 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
             f"{len(program.blocks)}: measure this model with hydragraph profile"
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
-    costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=corrections)
+    costs = costs_of_run(config, measured, cluster, asked.corrections, blocks=blocks).changed(health=rates, home=owners)
     return costs, f"{costs.source}; memory from the sizes of compiled graphs"
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
     """Compile the graphs of all kinds of stages; remove from the profile the kinds not begun within `seconds`.
 
-    Kinds without sequence parallelism and recomputation come first (`backwards`: last). Stages of one device are
+    Kinds without sequence parallelism and recomputation come first (last if `backwards`). Stages of one device are
     always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,7 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
         if asked.deadline is None:
             say("simulating the rivals")
             chosen_plan = with_causes(costs, workload, chosen_plan, max(2.0, EXPLAINING * chosen_plan.took_s))
-    written = [] if asked.output is None else [_write(chosen_plan, asked.output)]
+    written = [] if asked.output is None else [_write(chosen_plan, asked.output, asked, costs)]
     if asked.picture is not None:
         write_device_picture(chosen_plan, costs, asked.picture)
         written.append(f"{asked.picture}: nodes and their devices, by pipeline")
@@ -145,17 +146,28 @@ def _running(text: str, costs: Costs) -> Strategy:
     return strategy
 
 
-def _write(plan: Plan, path: Path) -> str:
+def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)
+    # With these costs, the run assigns sequences to pipelines as planned.
+    priced = {"choose": "true", "cluster": str(asked.cluster)}
+    if asked.profile:
+        profile = asked.profile[0]
+        if len(asked.profile) > 1:
+            profile = str(path.with_name(f"{path.stem}-profile.json"))
+            costs.profile.save(profile)
+        priced["profile"] = profile
+        if asked.health is not None:
+            priced["health"] = str(asked.health)
     listed = ", ".join(map(str, names))
     quoted = json.dumps(list(map(str, names)), ensure_ascii=False)
-    choose = " --set plan.choose=true" if len(names) > 1 else ""
+    in_yaml = ", ".join(f"{name}: {value}" for name, value in priced.items())
+    settings = " ".join(f"--set plan.{name}={shlex.quote(value)}" for name, value in priced.items())
     return (
-        f"{listed}: to train, set strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)} in the "
-        f"run's config, or run hydragraph train config.yaml --set 'strategies={quoted}' --set 'home={plan.home}' "
-        f"--set ranks={len(plan.memory)}{choose}"
+        f"{listed}: to train, set strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)}, plan: "
+        f"{{{in_yaml}}} in the run's config, or run hydragraph train config.yaml --set 'strategies={quoted}' "
+        f"--set 'home={plan.home}' --set ranks={len(plan.memory)} {settings}"
     )
 
 

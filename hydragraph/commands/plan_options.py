@@ -83,8 +83,8 @@ class UnevenOptions(CommonOptions):
         typer.Option(
             metavar=METHODS,
             help="Search method: mixed (for different device types), straggler (for slow devices), search (for data "
-            "parallelism that changes from stage to stage), metis (like search, but with the devices in the order of "
-            "improved Metis), or auto (the default: mixed, straggler and search).",
+            "parallelism that changes from stage to stage), metis (like search, but by improved Metis's memory-aware "
+            "search instead of an exact one), or auto (the default: mixed, straggler and search).",
         ),
     ] = None
     running: Annotated[

@@ -19,6 +19,7 @@ from hydragraph.commands.options import (
     Set,
     Strategies,
     check_written,
+    on_planned_devices,
     verb,
 )
 from hydragraph.train.config import TrainConfig
@@ -90,6 +91,7 @@ def _of_config(options: ReportOptions) -> ReportContents:
     step_options = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
     step = StepOptions(config=options.source, **step_options)
     config = step.load()
+    step = on_planned_devices(step, config)
     strategies, costs = strategies_and_costs(step, config)
     simulated = []
     for strategy in strategies:

@@ -28,6 +28,7 @@ from hydragraph.commands.options import (
     chosen_home,
     chosen_strategies,
     default_devices_text,
+    on_planned_devices,
     read_counts,
     verb,
 )
@@ -60,12 +61,14 @@ class StepOptions(ConfigOptions):
     micro_batches: Annotated[
         str | None,
         typer.Option(
-            help="Number of micro-batches per pipeline, such as 4,2, or one number for all. Default: as many as "
-            "data.tokens_per_step needs, each assigned to the pipeline that would finish it first."
+            help="Number of micro-batches per pipeline, such as 4,2, or one number for all. Default: the micro-batches "
+            "that a run would form from data.tokens_per_step."
         ),
     ] = None
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: data.max_length.")] = None
-    micro_batch: Annotated[int, typer.Option(min=1, help="Number of sequences per micro-batch.")] = 1
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Number of sequences per micro-batch; with --micro-batches, default: 1.")
+    ] = None
     sequences: Annotated[
         int | None, typer.Option(min=1, help="Number of sequences per step, instead of --micro-batches.")
     ] = None
@@ -81,7 +84,7 @@ class StepOptions(ConfigOptions):
     corrections: CorrectionsFile = None
 
     def __post_init__(self) -> None:
-        if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch > 1):
+        if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch):
             raise ValueError(
                 "--lengths draws a mini-batch: omit --micro-batches, --micro-batch, --sequences and --tokens"
             )
@@ -89,7 +92,7 @@ class StepOptions(ConfigOptions):
             check_counts(self.micro_batches)
             if self.sequences is not None:
                 raise ValueError("--micro-batches and --sequences both set the size of a step: give only one of them")
-        if self.sequences is not None and self.sequences % self.micro_batch:
+        if self.sequences is not None and self.sequences % (self.micro_batch or 1):
             raise ValueError(
                 f"--sequences {self.sequences} cannot be split into micro-batches of {self.micro_batch}: give a "
                 "multiple of --micro-batch"
@@ -143,6 +146,7 @@ def simulate_command(options: SimulateOptions) -> None:
     from hydragraph.spec.home_text import owners_text
 
     config = options.load()
+    options = on_planned_devices(options, config)
     rates = None if options.health is None else Health.load(options.health)
     strategies, costs = strategies_and_costs(options, config)
     if rates is not None:
@@ -172,22 +176,24 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
-    from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
+    from hydragraph.commands.captured_model import captured, costs_of_run
+    from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
     from hydragraph.train.plan_input import read_profile
 
     cluster = options.cluster_for(config)
-    model = bare_model(config)
+    with Console(stderr=True).status("capturing the model"):
+        model, program, variants = captured(config)
     texts = chosen_strategies(options.strategies, config.strategies, len(cluster.devices))
     strategies = read_strategies(texts, model, len(cluster.devices))
     if options.profile is not None:
         profile = read_profile(options.profile)
     else:
-        with Console(stderr=True).status("capturing the model"):
-            degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
-            profile = datasheet(program_of(config, model), cluster, options.efficiency, degrees)
-    costs = costs_of_run(config, profile, cluster, options.corrections)
+        degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
+        profile = datasheet(program, cluster, options.efficiency, degrees)
+    blocks = CompiledBlocks(program, variants.get)
+    costs = costs_of_run(config, profile, cluster, options.corrections, blocks=blocks)
     return strategies, costs.changed(home=chosen_home(options.home, config.home))
 
 
@@ -208,27 +214,30 @@ def _priced(
 
 
 def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Strategy) -> Assignment:
-    """Return equal micro-batches, or a mini-batch drawn from lengths."""
+    """Return equal micro-batches if their number or size is given, else the micro-batches of a run."""
+    from hydragraph.commands.captured_model import run_assignment
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
 
+    known = step.cluster is not None or step.profile is not None
     if step.lengths is not None:
-        from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
         from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.train.plan_input import read_lengths
 
         data = [min(n, config.data.max_length) for n in read_lengths(step.lengths)]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
-        return assign_pipelines(costs.pipelines(strategy), batch)
+        return run_assignment(costs, strategy, batch, known)
     length = step.tokens or config.data.max_length
+    sequences = step.sequences or -(-config.data.tokens_per_step // length)
+    size = step.micro_batch or 1
     if step.micro_batches is not None:
         counts = read_counts(step.micro_batches, len(strategy.pipelines))
+    elif step.micro_batch is not None:
+        counts = share(costs, strategy, length, -(-sequences // size), size)
     else:
-        number = -(-config.data.tokens_per_step // (length * step.micro_batch))
-        if step.sequences is not None:
-            number = step.sequences // step.micro_batch
-        counts = share(costs, strategy, length, number, step.micro_batch)
-    return Assignment.even(counts, length, step.micro_batch)
+        strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
+        return run_assignment(costs, strategy, [length] * sequences, known)
+    return Assignment.even(counts, length, size)
 
 
 def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], changed: Costs, change: str) -> None:
@@ -249,7 +258,11 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
     streams = (Stream.PULL, Stream.PUSH, Stream.P2P, *(Stream.OFFLOAD,) * copies)
     exposed = (f"exposed {stream.value}" for stream in streams)
     headings = ("strategy", "micro-batches", "iteration", "tokens/s", *exposed, "ranks busy")
-    table = new_table(f"simulated on {devices} devices, the best first", headings, left=("strategy", "ranks busy"))
+    table = new_table(
+        f"simulated on {devices} device{'s' * (devices != 1)}, the best first",
+        headings,
+        left=("strategy", "ranks busy"),
+    )
     for shown, _ in priced:
         waits = (seconds_text(shown.exposed_s(stream)) for stream in streams)
         numbers = (seconds_text(shown.seconds), f"{shown.tokens_per_s:,.0f}", *waits, _busy_text(shown.busy()))

@@ -17,7 +17,9 @@ from hydragraph.cluster.launch import World, apart, join
 from hydragraph.cluster.once_per_node import once_per_machine
 from hydragraph.cluster.processes.restart_cache import kept
 from hydragraph.cluster.rendezvous.member import comes_late, here
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.timeline import simulate as simulate_programs
@@ -133,7 +135,7 @@ def compile(
     loss: Loss | None = None,
     example: Mapping[str, Tensor] | None = None,
     blocks: str | None = None,
-    profile: Profile | Costs | None = None,
+    profile: Profile | Costs | Cluster | None = None,
     lengths: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
     backend: str | None = None,
@@ -156,26 +158,26 @@ def compile(
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
-        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, from which each step takes the fastest;
-            or "auto", which plans for `lengths`, from `profile` or new measurements.
-        optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer. Tensors that
-            other ranks own are empty. `move` and, with full shapes, a check call the function again.
-            None: no training.
+        strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
+        optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer; None: no
+            training. Tensors that other ranks own are empty. `move` and a check call the function again.
         max_grad_norm: global norm to which gradients are clipped.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: device of this rank; by default a GPU if available.
         loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
-        check, example, blocks: as for `capture`; each strategy is also checked before its first step.
-        profile: result of `hydragraph profile`, or `Costs` for devices that differ; None: "auto" measures costs.
-        lengths: sequence lengths of sample mini-batches.
+        example: see `capture`.
+        blocks: see `capture`.
+        profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets; None: "auto" measures costs.
+        lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
         program: result of `capture` for an equal model; pass `example` and `loss` only to `capture`.
+        check: see `capture`; each strategy is also checked before its first step.
         progress_s: seconds without progress on any rank after which all ranks write their stacks and raise.
         home: each rank's share of the state, also as text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether to join running ranks later (`Executable.move`); pass their arguments, but with a meta model.
+        joining: whether to join running ranks later (`Executable.move`); pass the same arguments, but a meta model.
         deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
         window: maximum bytes of fp32 gradients, and of weights, in flight; None: twice the largest block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
@@ -202,7 +204,7 @@ def compile(
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
             captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
         program = _with_limits(captured.program, window, push_dtype)
-        planning = Planning(profile, lengths, policy or Policy())
+        planning = Planning(_priced(profile, program), lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
             subject = _subject(program, source, choose_backend(backend, world.device), owners or AUTO, fewer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
@@ -213,6 +215,16 @@ def compile(
         if fewer:
             begin_with_fewer(executable, model, world, fewer)
     return _held(executable, joining)
+
+
+def _priced(profile: Profile | Costs | Cluster | None, program: Program) -> Profile | Costs | None:
+    """Return the costs that a cluster's datasheets predict, as `hydragraph plan` does, or the given costs."""
+    if not isinstance(profile, Cluster):
+        return profile
+    most = max(profile.node(device.node).devices for device in profile.devices)
+    compiled = Variants(program, added=True, cache=VariantCache()).get
+    sheet = datasheet(program, profile, None, range(1, most + 1))
+    return Costs(sheet, profile, blocks=CompiledBlocks(program, compiled))
 
 
 def _subject(program: Program, source: _Source, backend: str, home: Home, fewer: Sequence[int]) -> Subject:

@@ -22,6 +22,23 @@ MANY = 8
 NEARLY = 1.05
 
 
+def check_nodes(costs: Costs) -> None:
+    """Reject nodes whose devices have different types.
+
+    Raises:
+        Unsupported: a node has devices of several types.
+    """
+    cluster = costs.cluster
+    for rank in range(costs.ranks):
+        node = cluster.node_of(rank)
+        if cluster.type_of(rank) != cluster.node(node).type:
+            raise Unsupported(
+                f"the devices of node {node} have different types",
+                where="plan",
+                remedy="list the devices of each type as a node of their own",
+            )
+
+
 def check_labels(costs: Costs, workload: Workload) -> None:
     """Reject devices whose memory is too small for the labels of all sequences.
 

@@ -25,7 +25,7 @@ from hydragraph.planner.generators.memory_pooling import pooled
 from hydragraph.planner.generators.metis_stages import Staged, staged
 from hydragraph.planner.generators.symmetric import Simple, simple
 from hydragraph.planner.improve_devices import Yard, climbed
-from hydragraph.planner.infeasibility import check_labels, nothing_fits
+from hydragraph.planner.infeasibility import check_labels, check_nodes, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import SearchCandidate, Settled, Shortage, simulated, strategies_of
@@ -223,6 +223,7 @@ def _plan(
 ) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
+    check_nodes(costs)
     check_labels(costs, workload)
     until = None if deadline_s is None else began + SEARCHING * deadline_s
     near = NEAR if running is not None else 0.0

@@ -368,10 +368,11 @@ class PlanConfig:
 
     Attributes:
         choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
-        profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough estimates.
-        cluster: a cluster file, for devices of several types, which must all be in the profile (`hg.Profile.merge`);
+        profile: a file that `hydragraph profile` wrote. None: costs come from the datasheets of `cluster`; without
+            `cluster`, strategies are compared by rough estimates.
+        cluster: a cluster file, for devices of several types; a profile must contain all of them (`hg.Profile.merge`).
             None: all devices have the measured type.
-        health: a file with the slowdowns of ranks; needs `cluster`. None: all devices are healthy.
+        health: a file with the slowdowns of ranks; needs `cluster` and `profile`. None: all devices are healthy.
         ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
         workers: number of planning processes.
         gain: use a single strategy if choosing one for each step would save less than this fraction of the time.
@@ -391,9 +392,9 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, needed in (("cluster", "profile"), ("health", "cluster")):
-            if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: also give the {needed}")
+        for needed in ("cluster", "profile"):
+            if self.health is not None and getattr(self, needed) is None:
+                raise ValueError(f"health is {self.health!r} without a {needed}: also give the {needed}")
         if self.cluster is not None and not self.choose:
             raise ValueError(f"cluster is {self.cluster!r}, but is used only with choose: set choose: true")
 
@@ -460,7 +461,8 @@ class TrainConfig:
             {simpo: {...}} or {orpo: {...}}, or only the name, for the default settings; None: predict the next token.
         strategies: one or more strategies, each as text such as "<tp2,pp1> + <tp1,pp2>", as the path of a YAML file, or
             as YAML. Steps alternate between the strategies, or use the best one for each step (`plan.choose`). "auto"
-            measures the devices, or reads `plan.profile`, and plans strategies for the devices and the data.
+            measures the devices, or reads `plan.profile` or `plan.cluster`, and plans strategies for the devices and
+            the data.
         home: the owners of the weights and the optimizer's state: "auto" (the ranks that exchange the state fastest),
             "stages" (the ranks that compute a block), "equal" (equal shares), a text such as "3,3,1,0 copies=2", or
             {shares: [3, 3, 1, 0], copies: 2}.
@@ -664,7 +666,7 @@ class TrainConfig:
 
     @property
     def measures(self) -> bool:
-        return self.automatic and self.plan.profile is None
+        return self.automatic and self.plan.profile is None and self.plan.cluster is None
 
     @property
     def watches(self) -> bool:

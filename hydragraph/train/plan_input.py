@@ -30,15 +30,13 @@ def read_profile(text: str) -> Profile:
     return Profile.from_constants(entries[name])
 
 
-def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
-    """Read a profile of identical devices, or the costs of a cluster's devices; return None without `plan.profile`.
+def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None:
+    """Read a profile of identical devices, the measured costs of a cluster, or a cluster with datasheets.
 
     Raises:
         ValueError: a file is invalid or does not fit the run.
     """
-    if plan.profile is None:
-        return None
-    profile = read_profile(plan.profile)
+    profile = None if plan.profile is None else read_profile(plan.profile)
     if plan.cluster is None:
         return profile
     cluster = Cluster.load(plan.cluster)
@@ -47,6 +45,8 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
             f"plan.cluster {plan.cluster}: the file has {len(cluster.devices)} devices, but the run has {ranks} ranks: "
             "list one device per rank, in the order of ranks"
         )
+    if profile is None:
+        return cluster
     from hydragraph.cost.costs import Costs  # needs PyTorch
 
     try:

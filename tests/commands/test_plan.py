@@ -20,6 +20,7 @@ from hydragraph.commands import plan_costs
 from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.data.tokenizer import train_bpe
+from hydragraph.report.number_text import seconds_text
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import read_strategies
@@ -267,6 +268,15 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) ->
     (strategy,) = read_strategies(config.strategies, skeleton(config.model, 300), config.ranks)
     assert strategy == hg.Strategy.load(uneven / "model.yaml")
     assert config.ranks == 4
+    # The run assigns sequences by the costs of these devices, and all commands predict the same.
+    assert (config.plan.choose, config.plan.cluster) == (True, str(uneven / "apart.yaml"))
+    record = json.loads(plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--json").stdout)
+    (checked,) = json.loads(run("check", uneven / "config.yaml", *options, "--json").stdout)["strategies"]
+    assert checked["seconds"] == pytest.approx(record["seconds"])
+    peaks = [rank["peak_bytes"] for rank in checked["ranks"]]
+    assert all(peak <= most for peak, most in zip(peaks, record["memory"], strict=True))
+    simulated = run("simulate", uneven / "config.yaml", *options, "--trace", uneven / "trace.json").stdout
+    assert f" {seconds_text(record['seconds'])} " in simulated
 
 
 def test_sample_mini_batches_give_candidates(uneven: Path) -> None:

@@ -143,7 +143,8 @@ def test_the_best_comes_first_and_files_are_written(tmp_path: Path) -> None:
     given_strategies = ["<tp1,pp1>", "<tp1,pp2>", "2*<tp1,pp1>"]
     options = [part for text in given_strategies for part in ("--strategy", text)]
     files = ("--trace", tmp_path / "trace.json", "--picture", tmp_path / "picture.png")
-    result = run("simulate", write(tmp_path), "--cluster", tmp_path / "cluster.yaml", *options, "--tokens", 24, *files)
+    sizes = ("--tokens", 24, "--micro-batch", 1)
+    result = run("simulate", write(tmp_path), "--cluster", tmp_path / "cluster.yaml", *options, *sizes, *files)
     assert result.exit_code == 0, result.output
     shown = [
         next((s for s in given_strategies if f" {s} " in line), None)
@@ -286,7 +287,7 @@ def test_it_says_where_its_seconds_come_from(tmp_path: Path) -> None:
     )
     assert by_profile.exit_code == 0, by_profile.output
     assert "computation as measured: here" in by_profile.stdout
-    assert "computes 3 forwards and 3 backwards of layers 0-1" in by_profile.stdout  # the critical path
+    assert "computes 2 forwards and 2 backwards of layers 0-1" in by_profile.stdout  # the critical path
 
 
 def test_a_mini_batch_of_drawn_lengths(tmp_path: Path) -> None:

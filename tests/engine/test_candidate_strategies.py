@@ -10,6 +10,7 @@ import hydragraph as hg
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.spec.cluster import Device, Interconnect
 from tests import models
 from tests.generations import regroup
 from tests.ready import Ready
@@ -119,6 +120,32 @@ def test_losses_are_those_of_one_device_whatever_is_chosen(
         assert loss == pytest.approx(expected, rel=1e-5)
     if how == "auto":
         assert len({strategy for _, strategy in every[0]}) > 1
+
+
+def by_datasheets(prepared: Ready) -> tuple[list[tuple[int, ...]], bool]:
+    """Train a step on a slow and a fast device; return each pipeline's tokens, and whether "auto" runs as well."""
+    link = Interconnect(1e11, 1e-6)
+    devices = (Device(1e9, 10**10, 1e12, type="slow"), Device(3e9, 10**10, 1e12, node=1, type="fast"))
+    cluster = hg.Cluster(devices, link, link)
+    batch = [torch.arange(97)] * 40
+    found = []
+    lengths = [[len(sequence) for sequence in batch]]
+    for strategy in ("2*<tp1,pp1>", "auto"):
+        exe = prepared.executable(
+            strategy, lambda named: torch.optim.SGD(named, lr=0.1), profile=cluster, lengths=lengths
+        )
+        found.append(exe.step(batch))
+        exe.close()
+    tokens = [tuple(sum(map(sum, pipeline)) for pipeline in report.assignment.tokens) for report in found]
+    return tokens, found[0].loss == pytest.approx(found[1].loss, rel=1e-5)
+
+
+def test_a_cluster_gives_costs_by_its_datasheets() -> None:
+    prepared = Ready.of(models.llama(layers=LAYERS, vocab=97), ("2*<tp1,pp1>",))
+    (first, equal), other = hg.launch(by_datasheets, 2, prepared)
+    assert other == (first, equal)
+    assert 0 < 2 * first[0][0] < first[0][1]
+    assert equal
 
 
 def test_auto_by_a_profile_needs_data() -> None:

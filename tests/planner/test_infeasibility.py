@@ -6,6 +6,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.infeasibility import nothing_fits
+from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
 from tests.thorough import only
 
@@ -29,6 +30,14 @@ def test_what_is_said_to_help_helps(size: int) -> None:
         hg.plan(with_memory(0.9 * memory * size), WORK)
     shorter = int(re.search(r"sequences of at most ([\d,]+) tokens", said).group(1).replace(",", ""))  # type: ignore[union-attr]
     assert hg.plan(with_memory(size), hg.Workload(sequences=4, length=int(0.95 * shorter))).seconds > 0
+
+
+def test_nodes_with_devices_of_several_types_are_refused() -> None:
+    devices = priced.mixed().devices
+    link = Interconnect(1e11, 1e-6)
+    cluster = hg.Cluster(tuple(replace(device, node=0) for device in devices), link, link)
+    with pytest.raises(hg.Unsupported, match="the devices of node 0 have different types; list the devices of each"):
+        hg.plan(priced.costs(6, cluster), WORK)
 
 
 def test_lost_devices_are_no_room() -> None:

@@ -100,7 +100,7 @@ def baselines(
     dtype: torch.dtype,
     compiled: bool,
 ) -> dict[str, Baseline]:
-    """Return the baselines by name; all of them train the fp32 weights of `first`, with one optimizer.
+    """Return the baselines by name; all of them share the fp32 weights of `first` and one optimizer.
 
     Args:
         build: makes another model, which gets the weights of `first`.

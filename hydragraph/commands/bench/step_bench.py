@@ -238,7 +238,7 @@ def _precision(settings: StepSettings) -> str:
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Return the targets for one H200; `share`: percent of a step in pulls and pushes."""
+    """Return the targets for one H200; `share`: percent of a step spent in pulls and pushes."""
     ratio = None
     mfu = None
     if OURS in sides:
