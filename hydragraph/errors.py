@@ -25,6 +25,12 @@ class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sen
         return _unsupported, (self.what, self.where, self.remedy)
 
 
+def type_text(value: object) -> str:
+    """Return a value's type with an article, such as "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
     return Unsupported(what, where=where, remedy=remedy)
 
@@ -70,12 +76,13 @@ class Stopped(RuntimeError):  # noqa: N818
 class TooFewRanks(RuntimeError):  # noqa: N818
     """Error if too few ranks remain to continue; they have the complete state and can save it."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{why}; the state is complete: save it, and continue from it with more ranks")
+    def __init__(self, why: str, remedy: str = "save it, and continue from it with more ranks") -> None:
+        super().__init__(f"{why}; the state is complete: {remedy}")
         self.why = why
+        self.remedy = remedy
 
-    def __reduce__(self) -> tuple[type[TooFewRanks], tuple[str]]:
-        return TooFewRanks, (self.why,)
+    def __reduce__(self) -> tuple[type[TooFewRanks], tuple[str, str]]:
+        return TooFewRanks, (self.why, self.remedy)
 
 
 class Unreachable(RuntimeError):  # noqa: N818

@@ -111,7 +111,7 @@ def refused(exe: hg.Executable, name: str, only: int | None, folder: Path) -> No
         with pytest.raises((ValueError, OSError), match=said):
             exe.step(given(), strategy)
     else:  # all learn which rank has refused what
-        with pytest.raises(ValueError, match=rf"(?s)differs between ranks: .*refused: .*on ranks \[{only}\]"):
+        with pytest.raises(ValueError, match=rf"(?s)ranks differ in .*: .*refused: .*on ranks \[{only}\]"):
             exe.step(*((given(), strategy) if exe.rank == only else (batch(0), OTHER)))
 
 

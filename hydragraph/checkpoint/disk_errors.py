@@ -1,4 +1,4 @@
-"""File system errors with the cause, which libraries often hide."""
+"""Causes of file system errors, which libraries often hide."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from hydragraph.checkpoint.manifest import Damaged
+from hydragraph.errors import type_text
 
 _PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _PATHS = ("pathlib", "pathlib._local")  # pathlib._local: since Python 3.13
@@ -41,9 +42,7 @@ class Reader(FileSystemReader):
                 f"{file} cannot be read as a checkpoint's metadata ({error}): use another checkpoint"
             ) from error
         if not isinstance(metadata, Metadata):
-            raise Damaged(
-                f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata: use another checkpoint"
-            )
+            raise Damaged(f"{file} holds {type_text(metadata)}, not a checkpoint's metadata: use another checkpoint")
         paths = [info.relative_path for info in (metadata.storage_data or {}).values()]
         if outside := [path for path in paths if path not in self._files]:
             raise Damaged(

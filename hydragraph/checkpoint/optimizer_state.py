@@ -22,7 +22,7 @@ class Plain:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        scalars: parameter -> state -> value; a rank has only the parameters of which it owns elements.
+        scalars: parameter -> state -> value; a rank has only parameters that it owns at least partly.
     """
 
     groups: list[list[str]]

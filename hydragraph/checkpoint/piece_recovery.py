@@ -63,7 +63,8 @@ def recover(
         least: earliest step to accept; all ranks return None if no complete checkpoint is as recent.
 
     Raises:
-        ValueError: on all ranks: no checkpoint is complete, and `least` is None; the message describes the newest one.
+        ValueError: on all ranks: no checkpoint is complete, and `least` is None; the message describes the newest
+            incomplete checkpoint.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
@@ -155,7 +156,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
         by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place
+            if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
                 for kept, shelf_pieces in pieces.held(tier).items():
                     readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
@@ -209,7 +210,7 @@ class _PieceReader:
         except (OSError, KeyError, ValueError) as error:
             self.pieces.unreadable.add((fetch.tier, self.kept, piece))
             raise ValueError(
-                f"{_WHAT}: [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self.kept.step}, from "
+                f"{_WHAT}: elements [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self.kept.step}, from "
                 f"{fetch.tier.name.lower()}: {error}"
             ) from error
         return torch.cat([part.view(torch.uint8) for part in parts])

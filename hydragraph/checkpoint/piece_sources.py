@@ -1,7 +1,7 @@
-"""Choice of the rank that reads each piece of a checkpoint, and of the storage from which it reads the piece.
+"""Choice of the rank that reads each piece of a checkpoint, and of the storage that the rank reads.
 
     the piece is             it is read by                                   once per
-    in memory on the node    a rank that has it                              rank that has and needs it
+    in memory on the node    a rank that has it                              rank that has and needs it, else node
     on the node's disk       a rank of the node that needs it                node
     on another node          a rank of that node, from memory before disk    node that needs it
     only in the store        a rank that needs it                            node

@@ -63,8 +63,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes an error as `sent`, which must be picklable, raise on every rank its `own` error, or if it has
-    none, the first error sent."""
+    """If any rank passes an error as `sent` (picklable), raise each rank's `own` error, else the first error sent."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

@@ -52,7 +52,7 @@ class SumsProducts:
     """Mixin that splits a matrix product by rows, and all-reduces one piece while it computes the next."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
-        """Start to sum x @ w over all pairs and over the stage's ranks, where x is [T, K] and w is [K, N]."""
+        """Start to sum x @ w over pairs of `factors` x [T, K] and `weights` w [K, N], and over the stage's ranks."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():

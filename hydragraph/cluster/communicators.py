@@ -333,7 +333,7 @@ class Groups:
         if len(set(texts)) > 1:
             ranks = {value: [rank for rank, other in enumerate(texts) if other == value] for value in texts}
             differing = "; ".join(f"{value!r} on ranks {which}" for value, which in ranks.items())
-            raise ValueError(f"{what} differs between ranks: {differing}; give every rank the same {what}")
+            raise ValueError(f"ranks differ in {what}: {differing}; give every rank the same {what}")
 
     # Point to point.
 

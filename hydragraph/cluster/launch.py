@@ -208,8 +208,8 @@ def launch(
 
     Args:
         timeout: time limit of the whole run; None: no limit.
-        prepare: called once, in a separate process. The result, such as a model, a program and the
-            result of `precompile`, becomes the first argument of `function`. Ranks map the result from one file,
+        prepare: called once, in a separate process. The result, such as a tuple (model, program, result of
+            `precompile`), becomes the first argument of `function`. Ranks map the result from one file,
             so they share the memory of weights until a rank changes them.
         relay: forwards stop requests to the ranks' processes.
         elastic: continue when ranks are lost; `function` must call `hydragraph.survive` when a step raises an error.
@@ -254,7 +254,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
-        The `nodes` with which `launch` takes over the ranks here, if this machine was elected; None: the run has ended.
+        `nodes` for a `launch` that takes over the ranks here, if this machine was elected; None: the run has ended.
     """
     context = starting()
     if nodes.election is not None:

@@ -100,7 +100,7 @@ class MovingStore:
 
 
 class Line:
-    """Client that, if the current store is lost, repeats a request to the next store."""
+    """Client that repeats a request on the next store if the current store is lost."""
 
     def __init__(self, moving: MovingStore, store: Any) -> None:
         self._moving = moving

@@ -1,8 +1,8 @@
 """Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-Of a machine's ranks with equal inputs, the highest computes the result, so that rank 0 can plan meanwhile. The highest
-rank writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes
-its own result.
+Among a machine's ranks with equal inputs, the highest computes the result, so that rank 0 can plan meanwhile. This rank
+writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes its own
+result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def once_per_machine(
         make: the function; every rank calls it if its result cannot be pickled.
 
     Raises:
-        Any error of `make`, on the rank that called it. Other ranks raise a RuntimeError, or the same `Unsupported`.
+        Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`, else
+        a RuntimeError.
     """
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]

@@ -27,7 +27,7 @@ def listening_at() -> str:
     if name:
         return f"{address_of(name) or 'no address'} on interface {name}"
     host = socket.gethostname()
-    return f"{', '.join(resolved(host)) or 'no address'} by the name {host}"
+    return f"{', '.join(resolved(host)) or 'no address'} for the name {host}"
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:

@@ -50,7 +50,7 @@ class BlockPiece:
             these sums.
         during_sums: for each sum of the backward, seconds per token of the weight gradients computed during it
             (`passes/overlap_collectives.py`).
-        before_sums: for each sum, those of the forward first, seconds per token of the product before it; 0 if none.
+        before_sums: for each sum (forward sums first), seconds per token of the product before the sum; 0 if none.
     """
 
     seconds: Constants

@@ -138,7 +138,7 @@ class CostedWork:
         return factor * self._batches[pipeline][micro_batch].tokens * self._costs.sizes.hidden_bytes
 
     def ring_bytes(self) -> dict[tuple[int, int], float]:
-        """Return the bytes that each rank sends to the next in tensor-parallel sums that the curves exclude."""
+        """Return the bytes that each rank sends to the next rank in tensor-parallel sums that the curves exclude."""
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:
             t = len(placed.ranks)

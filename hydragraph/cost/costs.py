@@ -52,7 +52,7 @@ class Costs(Pricing):
         profile: measurements of the model on every device type of the cluster.
         health: health of the ranks; None: the health in `corrections`.
         home: owners of the state, or a rule that chooses them for each strategy (`of_strategies`); None: the rule
-            "auto". If `home.nodes` is None, second copies are placed by the cluster's nodes.
+            "auto". `home.nodes` defaults to the cluster's nodes.
         blocks: exact memory from compiled graphs; None: linear functions from the profile.
         state_bytes: bytes of weight and optimizer state per trained element.
         push_itemsize: bytes of a gradient element.
@@ -159,7 +159,7 @@ class Costs(Pricing):
 
         Raises:
             Unsupported: a kind of stage was not measured, or a stage has a lost rank.
-            ValueError: its number of layers differs from the model's.
+            ValueError: the model has another number of layers.
         """
         if pipeline.layers != self.outline.layers:
             raise ValueError(

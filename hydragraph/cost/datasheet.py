@@ -50,8 +50,8 @@ class Roofline:
     """Fractions of a datasheet's peak rates that kernels reach.
 
     Attributes:
-        attention: speed of attention, as a fraction of that of large matrix products (`spec.known_devices`). On an A100
-            this is 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
+        attention: speed of attention, relative to large matrix products (`spec.known_devices`). On an A100, attention
+            reaches 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
         half: size at which a dimension of a product, such as the tokens, halves the product's speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; `memory` and `launch_s` are assumed.
@@ -226,7 +226,7 @@ class Operations:
         products: (times per token, n, k) of each weight [n, k].
         during_sums: for each tensor-parallel sum of the backward, products whose weight gradients are computed
             during it.
-        before_sums: for each sum, those of the forward first, the products whose results it adds up over the ranks.
+        before_sums: for each sum (forward sums first), the products whose results the sum adds up over the ranks.
     """
 
     attention: Mapping[Reach, float]

@@ -1,7 +1,7 @@
 """Maximum tokens of micro-batches that fit each rank's memory.
 
-A `rank_memory.Walk` is slow, so a stage between the first and the last is skipped if an earlier such stage of the same
-kind runs at least the same blocks with no more free memory: what fits there also fits here.
+A `rank_memory.Walk` is slow. An inner stage is therefore skipped if an earlier inner stage of the same kind runs at
+least the same blocks and has no more free memory: a micro-batch that fits there also fits here.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class LongestMicroBatch:
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the peak of a rank of a shared stage.
 
-        Whatever the order of micro-batches, stage s of S stores at most S - s of each pipeline, and the last stage
-        stores one in total.
+        For any order of micro-batches, stage s of S stores at most S - s of each pipeline, and the last stage stores
+        one in total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
         last = left[0] == 1

@@ -25,7 +25,7 @@ from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.cost.reach import Near
 from hydragraph.cost.stage_costs import StageCost, stages_end
-from hydragraph.errors import Unsupported
+from hydragraph.errors import Unsupported, type_text
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.pipeline import Pipeline
@@ -184,7 +184,7 @@ class Profile:
         return replace(self, pieces=pieces, schemes=schemes, others=others)
 
     def cluster(self, ranks: int) -> Cluster:
-        """Return one node of `ranks` measured devices, connected by the measured link.
+        """Return a cluster of one node with `ranks` measured devices and the measured link.
 
         Raises:
             Unsupported: the device's memory is unknown.
@@ -237,7 +237,7 @@ class Profile:
         try:
             data = json.loads(text)
             if not isinstance(data, dict):
-                raise TypeError(f"a {type(data).__name__}, not an object")
+                raise TypeError(f"{type_text(data)}, not an object")
             others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
             return cls(**profile_record.loaded(data), others=others)
         except (KeyError, TypeError, ValueError) as error:
@@ -322,11 +322,11 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline (`Costs` prices any), with the state on `devices` devices.
+        """Return the cost of a regular pipeline (`Costs` prices others), with the state on `devices` devices.
 
         Raises:
             Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.
-            ValueError: its number of layers differs from the model's.
+            ValueError: the model has another number of layers.
         """
         if self.layers is not None and pipeline.layers != self.layers:
             raise ValueError(

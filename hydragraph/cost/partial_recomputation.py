@@ -3,8 +3,8 @@
     s    fraction of full recomputation's operations that the budget repeats; without graphs, 1 - budget
     b    the memory budget
 
-The backward takes longer by s times the seconds that full recomputation adds. These exclude attention, because its
-results are always saved. The block saves the fraction b of the bytes that it saves without recomputation.
+The backward takes longer by s times the seconds that full recomputation adds. These seconds exclude attention, because
+its results are always saved. The block saves the fraction b of the bytes that it saves without recomputation.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return the walk for an equal number of other micro-batches."""
+        """Return a copy of this walk with equally many other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk

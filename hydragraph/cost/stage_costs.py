@@ -47,7 +47,7 @@ class Ring:
 
     @property
     def latency_s(self) -> float:
-        """Latency of the messages of the last piece of each sum, in seconds."""
+        """Latency of the messages for each sum's last piece, in seconds."""
         return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:

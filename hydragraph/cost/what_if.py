@@ -15,7 +15,7 @@ _FORM = re.compile(r"(?:(?P<kind>device|rank|type)\s+(?P<name>\S+)|(?P<link>\w+)
 
 
 def check_change(text: str) -> tuple[re.Match[str], float]:
-    """Return the parts and the factor of a change; raise ValueError unless the text has a form of `what_if`."""
+    """Return the parts and the factor of a change; raise ValueError unless the text has a form that `what_if` lists."""
     change = _FORM.fullmatch(text.strip())
     try:
         factor = float(change["factor"]) if change else 0.0

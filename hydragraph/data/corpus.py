@@ -17,6 +17,7 @@ from typing import Any
 from hydragraph.data import tables
 from hydragraph.data.compressed import is_compressed, opened, suffix_of
 from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, Fields, Format, Preference
+from hydragraph.errors import type_text
 
 
 @dataclass
@@ -351,7 +352,7 @@ def _parse(line: str, fields: Fields, place: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{place}: nested too deeply to be read: write one flat JSON object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a {type(record).__name__}, not an object: write {{{json.dumps(fields.text)}: ...}}")
+        raise ValueError(f"{place}: {type_text(record)}, not an object: write {{{json.dumps(fields.text)}: ...}}")
     return record
 
 
@@ -361,7 +362,7 @@ def _table_format(path: Path, fields: Fields) -> Format:
     if format == "text" and fields.text not in names:
         first = filter(None, islice(tables.rows(path, names), 100))
         texts = sorted({name for row in first for name, value in row.items() if isinstance(value, str)})
-        remedy = f"set text_field to one of {texts}" if texts else f"none of {names} holds text; write a text column"
+        remedy = f"set text_field to one of {texts}" if texts else f"none of {names} holds text; add a text column"
         raise ValueError(f"{path}: no column {fields.text!r}: {remedy}")
     return format
 

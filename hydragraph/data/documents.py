@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from hydragraph.errors import type_text
+
 FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens", "preference")
 TRAIN_ON = ("assistant", "last", "all")
 OVERLONG = ("cut", "drop", "refuse")
@@ -190,8 +192,8 @@ class Fields:
             turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
             return self._conversation(record, turns, place)
         raise ValueError(
-            f"{place}: {self.prompt!r} is a {type(prompt).__name__} and {self.completion!r} a "
-            f"{type(completion).__name__}: give two texts, or two lists of messages"
+            f"{place}: {self.prompt!r} is {type_text(prompt)} and {self.completion!r} {type_text(completion)}: "
+            "give two texts, or two lists of messages"
         )
 
     def _conversation(self, record: Mapping[str, Any], messages: Messages, place: str) -> Conversation:
@@ -230,7 +232,7 @@ class Fields:
         if value is None or value in ("", []):
             raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): remove the pair")
         if not isinstance(value, str | list):
-            raise ValueError(f"{place}: {name!r} is a {type(value).__name__}: give a text, or a list of messages")
+            raise ValueError(f"{place}: {name!r} is {type_text(value)}: give a text, or a list of messages")
         return value if isinstance(value, str) else _messages(value, name, place)
 
     def _texts(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
@@ -362,7 +364,7 @@ def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{place}: {_TEMPLATE_ARGUMENTS!r} is a {type(arguments).__name__}: give a mapping")
+        raise ValueError(f"{place}: {_TEMPLATE_ARGUMENTS!r} is {type_text(arguments)}: give a mapping")
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -380,21 +382,21 @@ def _text(value: object, name: str, place: str) -> str | None:
         return value
     if isinstance(value, list) and any(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
         raise ValueError(f"{place}: {name!r} is a conversation: set messages_field to {name!r}, but not text_field")
-    raise ValueError(f"{place}: {name!r} is a {type(value).__name__}, not text: set text_field to a text field")
+    raise ValueError(f"{place}: {name!r} is {type_text(value)}, not text: set text_field to a text field")
 
 
 def _messages(value: object, name: str, place: str) -> Messages:
     if isinstance(value, str):
         value = _json(value, name, place)
     if not isinstance(value, list) or not value:
-        what = "empty" if value == [] else f"a {type(value).__name__}"
+        what = "empty" if value == [] else type_text(value)
         raise ValueError(f"{place}: {name!r} is {what}: give a list of messages, {{role: ..., content: ...}}")
     return tuple(_message(message, f"{place}: {name}[{i}]") for i, message in enumerate(value))
 
 
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is a {type(message).__name__}: give a mapping with role and content")
+        raise ValueError(f"{where} is {type_text(message)}: give a mapping with role and content")
     # Templates would write the nulls of missing fields.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
@@ -418,7 +420,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if isinstance(content, list):
         content = converted["content"] = _parts(content, where)
     if content is not None and not isinstance(content, str):
-        raise ValueError(f"{where}: its content is a {type(content).__name__}: give a text")
+        raise ValueError(f"{where}: its content is {type_text(content)}: give a text")
     calls = converted.get("tool_calls")
     if calls is not None:
         converted["tool_calls"] = _calls(calls, where)
@@ -441,7 +443,7 @@ def _parts(parts: Sequence[object], where: str) -> str:
 
 def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f"{where}: tool_calls is a {type(calls).__name__}: give a list of {{function: ...}}")
+        raise ValueError(f"{where}: tool_calls is {type_text(calls)}: give a list of {{function: ...}}")
     checked: list[Mapping[str, Any]] = []
     for call in calls:
         function = call.get("function", call)

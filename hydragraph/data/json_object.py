@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hydragraph.errors import type_text
+
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Return the object in a JSON file; for other contents, raise a ValueError that ends with `remedy`."""
@@ -14,5 +16,5 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}): {remedy}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: a {type(data).__name__}, not an object: {remedy}")
+        raise ValueError(f"{path}: {type_text(data)}, not an object: {remedy}")
     return data

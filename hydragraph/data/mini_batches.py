@@ -101,7 +101,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: score of each chunk; its sequence has this as "reference".
+        scores: score of each chunk; stored as "reference" in its sequence.
 
     Raises:
         ValueError: the split has no document of at least two tokens.

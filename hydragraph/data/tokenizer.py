@@ -24,7 +24,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Train a byte-level BPE, independently of the texts' order.
+    """Train a byte-level BPE; the result does not depend on the order of `texts`.
 
     Args:
         vocab_size: number of tokens, including special tokens and 256 bytes; the result is smaller if no pair remains

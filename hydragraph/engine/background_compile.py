@@ -122,7 +122,7 @@ class Readying:
         except (OSError, ValueError, RuntimeError) as error:
             _LOG.warning("the graphs of new strategies cannot be read, so this rank compiles them: %s", error)
             return ""
-        assert isinstance(prepared, Made), "a preparing process writes only a Made"
+        assert isinstance(prepared, Made), "a preparing process writes only `Made`"
         if prepared.variants is not None:
             self.variants.adopt(prepared.variants)
         if self.check is not None:

@@ -146,12 +146,12 @@ def meet_again(
             raise Dismissed("this rank handed over its state because it was asked to end")
         left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
-        failure = None  # the remaining ranks meet again
+        failure = None  # the remaining ranks connect again
     exe.stopping = 0
     exe.past = replace(past, seats=tuple(peer.seat for peer in peers))
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
-    came = "ranks joined" if joined else "ranks were asked to meet"
+    came = "ranks joined" if joined else "ranks were asked to reconnect"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
     if len(joined) == len(now) and generation.lost:  # no survivors
         lost = tuple(range(len(generation.lost)))
@@ -187,7 +187,7 @@ def _move(
     seats = [peer.seat for peer in peers]
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, seats, going)
-    with world.calling("meet"):
+    with world.calling("survive"):
         fresh = exe.given == "auto" and _measured(exe, world, generation, seats)
         profile = costs_for(exe.given_profile, seats, home, exe.measured_seats)
         if past is not None and isinstance(profile, Costs) and not fresh:

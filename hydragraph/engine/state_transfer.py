@@ -179,7 +179,7 @@ def read(session: Session, restore: Restore) -> Brought:
     """
     pieces, path = parts(restore)
     groups = session.groups
-    groups.same_everywhere("what to restore from", f"{pieces is not None} {path}")
+    groups.same_everywhere("checkpoint to restore from", f"{pieces is not None} {path}")
     if pieces is not None:
         least = None
         if path is not None:
@@ -203,7 +203,7 @@ def _steps_of(path: Path) -> int:
 
 
 def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
-    """Return the pieces and the directory to read from; raise TypeError for anything else."""
+    """Return the pieces and the directory to read from; raise TypeError for other arguments."""
     if isinstance(restore, Pieces):
         return restore, None
     if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:

@@ -286,7 +286,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
             what = "the model reads the output of an earlier block after its last block"
         remedy = (
             "compute the value in the blocks, from their own (or common) parameters and fields such as input_ids; or "
-            "concatenate it to the hidden state on the last dimension, and let each block split and return both"
+            "concatenate it to the hidden state on the last dimension, which every block splits and concatenates again"
         )
         raise Unsupported(what, where=model, remedy=remedy)
     return _Pieces(model, embed, aux, head, feeds, {tokens: skeleton.example["T"], bounds: skeleton.example["N+1"]})

@@ -21,7 +21,7 @@ def is_meta(model: nn.Module) -> bool:
     """Return whether a model is on the meta device.
 
     Raises:
-        Unsupported: only some parameters are on the meta device, or the model has adapters there.
+        Unsupported: only some parameters, or those of a peft model, are on the meta device.
     """
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):

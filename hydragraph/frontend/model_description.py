@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydragraph.errors import type_text
 from hydragraph.frontend.state_readers import file_of
 
 _KNOWN = ("torch", "transformers")
@@ -67,7 +68,7 @@ def _value(value: object) -> str:
         return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
         return repr(value)
-    raise Unknown(f"a {type(value).__name__} has no unique description")
+    raise Unknown(f"{type_text(value)} has no unique description")
 
 
 def described_function(function: Callable[..., Any]) -> str:
@@ -75,7 +76,7 @@ def described_function(function: Callable[..., Any]) -> str:
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
-        raise Unknown(f"a {type(function).__name__} has no unique description")
+        raise Unknown(f"{type_text(function)} has no unique description")
     if function.__closure__:
         raise Unknown(f"the function {function.__qualname__} closes over values")
     name = f"{function.__module__}.{function.__qualname__}"

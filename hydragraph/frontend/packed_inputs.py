@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydragraph.errors import Unsupported
+from hydragraph.errors import Unsupported, type_text
 from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.ir.program import Program
@@ -127,7 +127,7 @@ def _logits(outputs: Any) -> Tensor:
         remedy = "return the logits [1, T, V], or pass loss= with a function that returns the sum over all targets"
         raise Unsupported(what, where="the loss", remedy=remedy)
     if not isinstance(logits, Tensor):
-        what = f"the model returns a {type(outputs).__name__} without logits"
+        what = f"the model returns {type_text(outputs)} without logits"
         remedy = 'return logits [1, T, V], or an object or dict with the logits as "logits", or pass loss='
         raise Unsupported(what, where="the loss", remedy=remedy)
     return logits

@@ -8,7 +8,7 @@ The proof sorts values into four kinds:
     total       a sum of terms
 
 Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Totals may only be scaled,
-or added to each other. Only the numeric check covers which rows an index selects.
+or added to each other. Only the numeric check verifies which rows an index selects.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Instruction:
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
-        after: values to wait for, those of `reads` that other streams write (a free waits only for messages and
+        after: values to wait for: those of `reads` that other streams write (a free waits only for messages and
             copies). A pull also waits for earlier pulls, and a push for earlier pushes.
     """
 

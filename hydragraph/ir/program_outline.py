@@ -92,7 +92,7 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return `window`, or else twice the elements of the largest block (once if a pull or push is streamed)."""
+        """Return `window`, or else the elements of the largest block, doubled unless a pull or push is streamed."""
         if self.window is not None:
             return self.window
         return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)

@@ -216,5 +216,5 @@ def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | N
         return Stuck(computation.at, computation.unpulled)
     current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
     behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
-    # If no peer is behind, a peer waits for its messages or weights.
+    # If no peer is behind, some peer waits for its own messages or weights.
     return Stuck(computation.at, behind or tuple(current))

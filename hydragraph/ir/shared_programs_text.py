@@ -1,4 +1,4 @@
-"""Printed form of shared programs, and its parser: one text per kind, and a table of the ranks.
+"""Texts of shared programs, and their parser: one text per kind of program, and a table of the ranks.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A

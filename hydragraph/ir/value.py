@@ -46,7 +46,7 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """A string, for fast comparison and hashing, with the information in its text as attributes.
+    """A value's text, fast to compare and hash, with its parts as attributes.
 
     Attributes:
         micro_batch: number of the micro-batch, counted within the pipeline or over all pipelines that share stages.
@@ -87,7 +87,7 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a streamed pull or push; `turn` is its index among those of the bucket."""
+    """Return the name of a streamed pull or push; `turn` is its index among the bucket's pulls or pushes."""
     return f"{bucket}@{turn}"
 
 

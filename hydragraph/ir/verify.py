@@ -45,7 +45,7 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Blocks, buckets and neighbors of a rank, from the headers.
+    """Blocks, buckets and neighbors of a rank, from the programs' headers.
 
     Attributes:
         blocks: positions of blocks, by interleaved stage.

@@ -259,7 +259,7 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, without the tensors of `copy_to`, which must be called again."""
+        """Restore a copied or unpickled optimizer, which has lost the tensors of `copy_to`: call `copy_to` again."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}

@@ -26,7 +26,7 @@ _RUN_DEVICE = 2**24
 
 
 def _shift(grid: float) -> float:
-    """Return the number whose addition and subtraction round to multiples of `grid`."""
+    """Return a number s such that (x + s) - s is x rounded to a multiple of `grid`."""
     return 1.5 * 2.0**52 * grid
 
 

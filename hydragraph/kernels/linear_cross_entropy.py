@@ -121,10 +121,10 @@ def loss_and_gradients(
         hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate number of rows of the head per rank, equal on all ranks, so that they use the same chunks.
+        rows: approximate number of the head's rows per rank, equal on all ranks, so that all use the same chunks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
-        target: weights of the label and of every class; N counts the classes of all ranks.
+        target: weights of the label and of every class, (1 - s, s / N), with N classes over all ranks.
     """
     wide = wide_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)

@@ -36,7 +36,7 @@ _POLL_S = 0.05
 
 
 def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = False) -> Any:
-    """Decorate a function that numba compiles on its first call, once per user and version.
+    """Decorate a function that numba compiles on its first call and caches on disk.
 
     Args:
         quick: compilation takes a second at most, so it is not announced.

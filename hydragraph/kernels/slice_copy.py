@@ -171,7 +171,7 @@ class SliceTable:
             first = int(targets[int(np.argmax(counts > 1))])
             raise _refused(
                 f"two ranges write target element {first}",
-                "make target ranges disjoint, or pass sums=True and accumulate",
+                "make target ranges disjoint, or pass sums=True, and accumulate=True to slice_copy",
             )
         tiles, tile_origins, aligned = _tiles(origins, targets, lengths, order)
         return SliceTable(

@@ -35,7 +35,7 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, but run a forward as soon as the pulls so far have waited for its weights.
+    """Put pulls before a rank's work, but a forward directly after a pull that waits for the last of its weights.
 
     Only a first stage computes between pulls: a later stage would have to wait for a hidden state.
     """
@@ -67,9 +67,9 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work at which waiting for pushes does not delay other ranks.
+    """Return the index in a rank's work from which waiting for pushes delays no other rank.
 
-    On stages other than the first, this is the end of the rank's work, because not all ranks of a stage send.
+    On later stages, this is the end of the work, because not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

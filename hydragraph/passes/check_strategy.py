@@ -72,8 +72,7 @@ def _problem(template: Template) -> tuple[str, str] | None:
     for node, name in parameters.items():
         sizes = value_of(node).shape
         if len(sizes) > 2 and max(sizes) < sizes.numel() and node not in cut:
-            kind = "a convolution" if 1 in sizes else "experts"
-            what = f"{kind} (a parameter of {len(sizes)} dimensions) in {_user(node).target}"
+            what = f"a parameter of {len(sizes)} dimensions in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)

@@ -184,7 +184,7 @@ class _Walk:
         return cut
 
     def _cut_partners(self, node: fx.Node) -> None:
-        """Shard the parameters that are combined elementwise with a sharded value: biases, taps, and scales."""
+        """Shard parameters combined elementwise with a sharded value: biases, scales and convolution weights."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
         # One segment of a fused product has different units from the whole product.
@@ -199,7 +199,7 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return a value and its inputs up to a parameter, each with the index of the given dimension."""
+        """Return the nodes from a value back to its parameter, each with the index of the given dimension."""
         chain = [(node, dim)]
         while len(node.users) == 1:
             if node.op == "placeholder":
@@ -221,7 +221,7 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        # With LoRA, a layer's sharded result meets a narrow adapter product's whole result: leave the adapter whole.
+        # With LoRA, a layer's sharded result is added to a narrow adapter's unsharded result: do not shard the adapter.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:

@@ -91,7 +91,7 @@ def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
 
 GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("shard", "always", _shard),
-    GraphPass("fuse_head", "fused head, uncut vocabulary", _fuse_head),
+    GraphPass("fuse_head", "fused head, unsharded vocabulary", _fuse_head),
     GraphPass("differentiate", "always", _differentiate),
     GraphPass("accumulate", "eager graphs in fp32", _accumulate),
     GraphPass("sums_in_pieces", "sums in pieces", _sums_in_pieces),

@@ -98,7 +98,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
 
 
 def wide_part(sequence_parallel: bool) -> StagePart:
-    """Return the part whose trace holds for all degrees; without sequence parallelism, any degree gives this trace."""
+    """Return the stage part to trace for all degrees; without sequence parallelism, any degree gives the same trace."""
     return StagePart(StageKind(RANKS, True) if sequence_parallel else StageKind(2))
 
 

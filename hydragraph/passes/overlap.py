@@ -88,7 +88,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert the pushes in order, each before the first computation that follows the completion of its gradient."""
+    """Insert pushes in order, each once its gradient is complete and no forward remains; none waits before `free`."""
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }

@@ -65,7 +65,7 @@ class Variants:
     Args:
         partitioner, backend, fused_head, added: as in `VariantSpec`.
         device: device to which `get` binds eager graphs, which are cached for the CPU.
-        cache: searched after the library; newly traced variants are added to the cache.
+        cache: searched if `library` lacks a variant; stores newly traced variants.
     """
 
     def __init__(

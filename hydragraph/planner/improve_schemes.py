@@ -56,7 +56,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Group mini-batches by the least MaxLen that fits them; return all but the last, with their longest sequences."""
+    """Group mini-batches by the least MaxLen that fits; return all groups but the last, with their longest lengths."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -86,7 +86,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return the best priced strategy that fits `reach` tokens, then the strategies that save most in addition."""
+    """Return the best strategy in `tuning.priced` that fits `reach` tokens, then those that save most in addition."""
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
         return []

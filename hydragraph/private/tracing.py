@@ -112,7 +112,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a traced tensor; None for any tensor but a constant or a cast constant."""
+    """Return the number that fills a traced constant, also after casts; None for other tensors."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)

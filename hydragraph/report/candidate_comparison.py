@@ -67,7 +67,7 @@ class MemoryUse:
         devices: number of the strategy's devices, which share the optimizer state.
         max_len: maximum tokens of a micro-batch.
         util_len: desired minimum tokens of a micro-batch.
-        states: bytes of the state; None, as are the following fields, if the limit was measured.
+        states: bytes of the state; if `max_len` was measured, this and the following fields are None.
         per_token: bytes of activations per token.
         reserved: bytes that must stay free.
         device: bytes of the device's memory.

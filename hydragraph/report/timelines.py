@@ -25,7 +25,7 @@ from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 MOST_BARS = 24_000
 # Maximum number of ranks with separate lanes.
 EVERY = 32
-# Maximum number of lanes; of more, evenly spaced ones are chosen.
+# Maximum number of lanes, evenly spaced among all.
 MOST_LANES = 256
 # Smallest fraction of the iteration within which bars are merged.
 FINEST = 1 / 4000
@@ -135,7 +135,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # A lane's ranks have different peers in one stage.
+        # A lane's ranks have different peers, all in one stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"

@@ -59,7 +59,7 @@ class Deterministic:
         return Deterministic(f"{processor()}, {torch.backends.cpu.get_cpu_capability()}")
 
     def __str__(self) -> str:
-        """Text that ranks compare."""
+        """Text that must be equal on all ranks."""
         return f"{self.device}, tensor-parallel degree {self.degree}"
 
     def check(self, strategies: Sequence[Strategy]) -> None:

@@ -81,7 +81,7 @@ class CurveFit:
             return None
         return (
             f"the quadratic part takes {self.quadratic:.1%} of the longest micro-batch's time, with a residual of "
-            f"{self.residual:.1%}: a is uncertain; measure longer sequences"
+            f"{self.residual:.1%}, so `a` is uncertain: measure longer sequences"
         )
 
 

@@ -130,19 +130,22 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
         ValueError: `before` does not match the ranks, or gives a rank the number of another rank.
     """
     if len(before) != len(standings):
-        raise ValueError(f"move: before has {len(before)} numbers for {len(standings)} ranks: give one number per rank")
+        raise ValueError(
+            f"move: `before` has {len(before)} numbers for {len(standings)} ranks: give one number per rank"
+        )
     old_ranks = [old for old in before if old is not None]
     if len(set(old_ranks)) != len(old_ranks):
-        raise ValueError(f"move: before is {list(before)}: two ranks cannot both have been rank {_twice(old_ranks)}")
+        raise ValueError(f"move: `before` is {list(before)}: two ranks cannot both have been rank {_twice(old_ranks)}")
     for new, (old, standing) in enumerate(zip(before, standings, strict=True)):
         if old is None:
             continue
         if standing is None:
-            raise ValueError(f"move: before says that rank {new} was rank {old}, but rank {new} is new: give None")
+            raise ValueError(f"move: `before` says that rank {new} was rank {old}, but rank {new} is new: give None")
         numbers = {standing.held.place.rank, *standing.called}
         if old not in numbers:
             raise ValueError(
-                f"move: before says that rank {new} was rank {old}, but it was {sorted(numbers)}: give its last number"
+                f"move: `before` says that rank {new} was rank {old}, but its numbers were {sorted(numbers)}: "
+                "give the last"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
     # A rank switches only after all ranks have received their state.

@@ -31,7 +31,7 @@ from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
-# Smallest plausible number of a cluster file, and the unit; smaller ones were given in another unit.
+# Smallest plausible value of each field, and its unit; a smaller value was given in another unit.
 _UNITS = {
     "flops_per_s": (1e7, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, "bytes, such as 80e9"),
@@ -429,7 +429,7 @@ class _Nodes:
 
 
 def _check_units(where: str, data: object) -> None:
-    """Raise a ValueError for a number that must have been given in another unit, such as gigabytes."""
+    """Raise a ValueError for a number that was evidently given in another unit, such as gigabytes."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for name, value in items:
         if name in _UNITS and isinstance(value, int | float):

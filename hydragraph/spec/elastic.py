@@ -14,8 +14,8 @@ class Elastic:
         spares: number of standby processes that can replace a lost rank.
         rejoin: whether to start a new process for a lost one.
         grace_s: time limit in seconds for a rank to send its state to other ranks after SIGTERM.
-        progress_s: time limit in seconds for a process to join the rendezvous after a loss, and three times that for a
-            new process to be ready; the launcher ends a process that takes longer.
+        progress_s: time limit in seconds for a process to join the rendezvous after a loss; a new process has
+            three times as long to be ready. The launcher ends a process that takes longer.
     """
 
     min_ranks: int = 1

@@ -490,9 +490,8 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
         settle_checkpoints(run)
     run.executor.close()
     if ending != ALL_LEAVE:
-        raise TooFewRanks(
-            f"{ending}: saved the state after step {state.done} in {run.folder.place(state.done)} (--resume)"
-        )
+        saved = f"step {state.done} is saved in {run.folder.place(state.done)}"
+        raise TooFewRanks(ending, f"{saved}; continue with --resume and more ranks")
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
 
 

@@ -193,7 +193,9 @@ class RunFolder:
         if not self.path.is_dir():
             return f"{self.path} was deleted, with its checkpoints"
         last = self.last()
-        return "there is no checkpoint yet" if last is None else f"the last checkpoint is {last.path} (--resume)"
+        if last is None:
+            return "there is no checkpoint yet"
+        return f"the last checkpoint is {last.path}: continue with --resume"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
         """Rename a damaged checkpoint and return the checkpoint before it; return None if there is none."""

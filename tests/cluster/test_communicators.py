@@ -115,7 +115,7 @@ def differ() -> str:
 
 def test_names_the_ranks_that_differ() -> None:
     (message,) = set(launch(differ, 3))
-    assert message.startswith("program differs between ranks: 'abc' on ranks [0, 2]; 'other' on ranks [1];")
+    assert message.startswith("ranks differ in program: 'abc' on ranks [0, 2]; 'other' on ranks [1];")
 
 
 # Around both thresholds, in elements of fp32: 64 KiB and 256 KiB.

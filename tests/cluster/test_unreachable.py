@@ -31,7 +31,7 @@ def test_a_rank_that_cannot_connect_names_addresses_and_the_remedy(monkeypatch: 
     assert isinstance(error, Unreachable)
     assert str(error).startswith(
         "rank 2 on node1 could not connect to another rank at 127.0.1.1: Connection refused (rank 0 on node0 listens "
-        "at 127.0.0.1 on interface lo; rank 2 on node1 listens at 127.0.1.1 by the name node1). On every machine, set "
+        "at 127.0.0.1 on interface lo; rank 2 on node1 listens at 127.0.1.1 for the name node1). On every machine, set "
         "GLOO_SOCKET_IFNAME"
     )
 

@@ -103,7 +103,7 @@ def test_jsonl_lines_without_unicode_text_are_counted(tmp_path: Path) -> None:
         ('{"text": ', "not JSON", "one JSON object per line"),
         ('["a"]', "a list, not an object", '{"text": ...}'),
         ('{"body": "a", "id": 1}', "no field 'text'", "set text_field to one of ['body']"),
-        ('{"text": 3}', "'text' is a int, not text", "set text_field"),
+        ('{"text": 3}', "'text' is an int, not text", "set text_field"),
     ],
 )
 def test_jsonl_errors_name_the_line_and_the_fix(tmp_path: Path, line: str, what: str, fix: str) -> None:
@@ -138,9 +138,9 @@ def test_parquet_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.parquet: no column 'body': set text_field to one of \['text'\]"):
         list(documents([path], fields=Fields(text="body")))
     parquet.write_table(pyarrow.table({"meta": [{"text": "x"}]}), tmp_path / "nested.parquet")
-    with pytest.raises(ValueError, match=r"no column 'text': none of \['meta'\] holds text; write a text column"):
+    with pytest.raises(ValueError, match=r"no column 'text': none of \['meta'\] holds text; add a text column"):
         list(documents([tmp_path / "nested.parquet"]))
-    with pytest.raises(ValueError, match=r"a.parquet: row 1: 'id' is a int, not text"):
+    with pytest.raises(ValueError, match=r"a.parquet: row 1: 'id' is an int, not text"):
         list(documents([path], fields=Fields(text="id")))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"a.parquet: not a readable Parquet file"):

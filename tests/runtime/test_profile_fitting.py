@@ -110,7 +110,7 @@ def test_a_bad_residual_is_a_failure() -> None:
 def test_a_quadratic_part_within_the_noise_is_doubted() -> None:
     clear = fit_work(ROWS, seconds(1e-9, 1e-6, 1e-4, noise=0.05))
     assert clear.doubt is None
-    assert "a is uncertain" in (fit_work(ROWS, seconds(4e-12, 1e-6, 1e-4, noise=0.05)).doubt or "")
+    assert "`a` is uncertain" in (fit_work(ROWS, seconds(4e-12, 1e-6, 1e-4, noise=0.05)).doubt or "")
 
 
 def test_pieces_without_attention_have_no_quadratic_part() -> None:

@@ -88,7 +88,7 @@ def test_a_move_that_nobody_has_ended_counts_for_nothing() -> None:
     [
         ([0, 1], "has 2 numbers for 3 ranks"),
         ([0, 0, None], "two ranks cannot both have been rank 0"),
-        ([0, 2, None], r"rank 1 was rank 2, but it was \[1\]"),
+        ([0, 2, None], r"rank 1 was rank 2, but its numbers were \[1\]"),
         ([0, 1, 2], "rank 2 was rank 2, but rank 2 is new"),
     ],
 )

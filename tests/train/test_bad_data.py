@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
     "a suffix without a dot": ("a.txt", "text", {"suffixes": ["txt"]}, "suffix 'txt' does not start with a dot"),
     "no such file": ("", "", {}, "nowhere is not a file or directory: correct the path"),
     "not JSON": ("a.jsonl", "{'text': 1}", {}, r"a.jsonl:1: not JSON \(.*\): write one JSON object per line"),
-    "a number": ("a.jsonl", "3", {}, "a.jsonl:1: a int, not an object"),
+    "a number": ("a.jsonl", "3", {}, "a.jsonl:1: an int, not an object"),
     "a deep line": ("a.jsonl", DEEP, {}, "a.jsonl:1: (nested too deeply|not JSON)"),
     "a later line of another kind": ("a.jsonl", GOOD + '\r\n{"text": "a"}\r\n', {}, "a.jsonl:2: no field 'messages'"),
     "a later line that is cut": ("a.jsonl", GOOD + "\n" + GOOD[:30], {}, "a.jsonl:2: not JSON"),

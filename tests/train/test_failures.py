@@ -174,7 +174,7 @@ def test_a_full_disk_stops_the_run_and_it_resumes_from_the_last_checkpoint(
     last = result.stderr.splitlines()[-1]
     assert last.startswith("hydragraph: ")
     assert f"[Errno 28] No space left on device: '{folder / 'checkpoints' / 'step-00000004'}'" in last
-    assert last.endswith(f"; the last checkpoint is {folder / 'checkpoints' / 'step-00000002'} (--resume)")
+    assert last.endswith(f"; the last checkpoint is {folder / 'checkpoints' / 'step-00000002'}: continue with --resume")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
     resumed = again(trained, folder, *beside, "--resume")
     assert resumed.exit_code == 0, resumed.stderr

@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path) -> None
     sentence = str(caught.value)
     assert sentence.startswith("step 3: the loss is inf; ")
     assert "the last checkpoint is " in sentence
-    assert "step-00000002 (--resume)" in sentence
+    assert "step-00000002: continue with --resume" in sentence
 
 
 def test_transformers_loads_the_final_model(tmp_path: Path) -> None:

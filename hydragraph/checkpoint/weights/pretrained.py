@@ -143,9 +143,9 @@ def _class(path: Path) -> str:
 def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
     operations = ", ".join(type(operation).__name__ for operation in converter.operations)
     raise Unsupported(
-        f"building {name} from the stored tensor {key} takes a conversion ({operations}) that is not supported",
+        f"building {name} from the stored tensor {key} needs a conversion ({operations}) that is not supported",
         where="load_pretrained",
-        remedy="load it with transformers' from_pretrained, write it with save_pretrained(directory,"
+        remedy="load the model with transformers' from_pretrained, write it with save_pretrained(directory,"
         " save_original_format=False), and start from that directory",
     )
 

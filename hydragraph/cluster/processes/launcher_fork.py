@@ -40,7 +40,7 @@ _ENDING_S = 0.2  # for threads to end before a fork
 
 # Process id of the forked server; the next launch forks a new server.
 _forks: list[int] = []
-# Objects that a fork keeps alive, because their descriptors are reused.
+# Objects that a fork keeps alive: destroying them would close reused descriptors.
 _kept: list[object] = []
 
 

@@ -91,7 +91,7 @@ Outcome = Returned | Raised | Died | Left
 
 
 class Readable(Protocol):
-    """Holder of a value for another process."""
+    """Stored value that another process can read."""
 
     def read(self) -> Any: ...
 

@@ -3,7 +3,7 @@
 1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with the words of all ranks. If a word changes, that rank was restarted, and rank 0 proposes a
    new name.
-3. A rank that finds its own word in the proposal, which is then newer than the rank, agrees at `agreed/NAME/r`.
+3. A rank agrees at `agreed/NAME/r` if the proposal contains its word and is therefore newer than the rank.
 4. After all ranks have agreed, rank 0 confirms the name.
 """
 

@@ -43,7 +43,7 @@ class Member:
     Args:
         connect: returns a new client of the store, because an old client may still be waiting.
         late: whether the other members are already running.
-        grace_s: seconds after SIGTERM until this process ends, even without handing over its state.
+        grace_s: seconds after SIGTERM until this process ends, even if its state is not handed over.
         folder: private folder of the supervisor, if the store moves with the leader.
         ranks: number of ranks that the launch asks for.
     """

@@ -107,7 +107,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        formed: by number, the members in rank order of the current generation, and of those whose state is still held.
+        formed: number -> members in rank order, for the current generation and those whose state is still held.
     """
 
     orders: Orders = Orders()

@@ -317,7 +317,7 @@ class Hub:
             nodes.election.write(place=place)
 
     def gather(self, patience: timedelta, enough: Callable[[float], bool] = lambda waited_s: False) -> None:
-        """Wait for a deputy on every other machine, or until `enough(seconds waited)`."""
+        """Wait until every other machine has a deputy, or `enough(seconds waited)` is true."""
         began = time.monotonic()
         told = False
         while missing := [n for n in range(self.nodes.count) if not self.present(n)]:

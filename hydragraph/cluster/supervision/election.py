@@ -37,7 +37,7 @@ class Election:
     """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply the fence.
 
     Args:
-        before: as for `Lease`, as this machine found the folder.
+        before: value for `Lease.before`, read by this machine from the folder.
     """
 
     def __init__(self, register: Register, node: int, before: float = 0.0) -> None:
@@ -67,7 +67,7 @@ class Election:
         return self._own.before
 
     def join(self) -> None:
-        """Take part in the run of a leader that this machine has reached; it may have begun before this machine."""
+        """Take part in the run of a leader that this machine has reached; that run may have begun earlier."""
         self._own = replace(self._own, before=self.standing.lease.before)
 
     def guard(self, fence: Fence) -> None:
@@ -109,7 +109,7 @@ class Election:
             try:
                 task()
             except Exception:  # the next attempt may succeed
-                _LOG.exception("an attempt of the election failed, and will be repeated")
+                _LOG.exception("a step of the leader's election failed, and will be repeated")
 
     def _guard(self) -> None:
         fence = self._fence

@@ -235,7 +235,7 @@ class Supervisor:
             self._empty |= vacant
 
     def enough(self, waited_s: float) -> bool:
-        """Return whether to start without the missing machines, because one may have been lost with its lease."""
+        """Return whether to start without missing machines, because an earlier leader may have been lost."""
         lost = self._election is not None and self._election.standing.lease.prior is not None
         there = sum(map(self._there, range(self._ranks)))
         return lost and waited_s > _RETURN_S and there >= self._elastic.min_ranks

@@ -61,7 +61,7 @@ class GradientComparison:
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # Expected gradients tested for finiteness directly; any other one is finite if the difference from it is.
+        # Names of expected gradients that are tested for finiteness; any other one is finite if its difference is.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 

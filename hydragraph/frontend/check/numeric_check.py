@@ -121,7 +121,7 @@ class Checked:
             f"checked {self.model}{widths}: embed, head and {self.blocks} of {self.layers} blocks give the same "
             f"results on packed batches of {' and '.join(map(str, self.tokens))} tokens as on single sequences in "
             f"{self.dtype}, worst gradient error {self.worst:.1e}, {self.seconds:.1f} s"
-            + (f"; not reached: {beyond}" if beyond else "")
+            + (f"; no sequence exceeds {beyond}" if beyond else "")
         )
 
 

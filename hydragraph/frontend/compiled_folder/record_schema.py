@@ -237,7 +237,7 @@ class _Graph:
             raise Malformed(f"it calls the method {target!r:.80}, which is not allowed")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise Malformed(f"it calls the method {target} with invalid arguments")
-        # Collectives are a reserved placeholder, and started collectives are results of start methods.
+        # The collectives are a reserved placeholder; a start method returns a started collective.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}, which does not have this method")

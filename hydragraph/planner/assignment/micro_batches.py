@@ -153,7 +153,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kept[k] = at
                 tried[k] = placed
                 break
-    # Kicks reduce the largest micro-batch, which is irrelevant for SUM with one stage.
+    # Kicks reduce the largest micro-batch, whose size is irrelevant for SUM with one stage.
     if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]

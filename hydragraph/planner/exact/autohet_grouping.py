@@ -99,7 +99,7 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(
     kinds: Sequence[EntityKind], micro_batches: int, least_memory: float, until: float | None = None
 ) -> Grouping:
-    """Return the grouping with the most effective computing power, for small problems; the best until a deadline.
+    """Return the grouping with the most effective computing power, or the best by the deadline; for small problems.
 
     One integer program is solved for each number of groups; its products w_ij = z x_ij, with z = min_j G_j, are
     linearized with sum_j w_ij = z.

@@ -84,7 +84,7 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return how much messages enlarge a stage's weights and gradients: factors at peak activations and at the end.
+        """Return factors by which messages enlarge a stage's weights and gradients, at peak activations and at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.

@@ -230,7 +230,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return possible numbers of sequences per micro-batch, and the largest number tried even without a gain."""
+    """Return possible numbers of sequences per micro-batch, and the number above which a search without a gain ends."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 # Required room, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on the stages' times: the largest that is a worthwhile gain, the maximum, and the minimum.
+# Factors on the stages' times: WORTH or less is a worthwhile gain; SLOWEST and QUICKEST are limits.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5

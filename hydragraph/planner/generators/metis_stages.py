@@ -101,7 +101,7 @@ def staged(
             f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices have enough memory for the model's "
             f"{costs.outline.layers} layers and {sequences} sequences of {length} tokens",
             where="plan with Metis's stages",
-            remedy='use method="auto", more devices or shorter sequences, or profile more degrees or with --recompute',
+            remedy='use method="auto", add devices, shorten the sequences, or profile more degrees or recomputation',
         )
     return sorted(plans.values(), key=lambda plan: (plan.strategy not in likely, plan.seconds))
 

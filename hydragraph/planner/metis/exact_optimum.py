@@ -61,8 +61,8 @@ class Options(NamedTuple):
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
         sync: B times a last stage's milliseconds outside layers [O].
-        ahead: by first rank, an upper bound of a stage's bandwidth: that of the rank's type; infinite after the last
-            rank [N + 1].
+        ahead: bandwidth of each first rank's type, an upper bound of a stage's bandwidth; infinite after the
+            last rank [N + 1].
     """
 
     begin: Ints
@@ -464,7 +464,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return how much more `one` can cost than `other` through its t, o and g, at most, whatever stages follow."""
+    """Return the maximum by which `one` can cost more than `other` through t, o and g, whatever stages follow."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )

@@ -148,8 +148,8 @@ def _nothing(problem: MetisProblem, metis_groups: bool) -> str:
     most = min(ranks, problem.layers)
     if metis_groups and not any(True for stages in range(1, most + 1) for _ in divisions(ranks, stages)):
         return (
-            f"no plan exists, because Metis cannot divide {ranks} devices into at most {most} stages if each must have "
-            'at least an equal part, rounded down: use order="exact" with groups="all"'
+            f"no plan exists: Metis cannot divide {ranks} devices into S <= {most} stages of 2^k devices, at least "
+            f'{ranks} // S each: use order="exact" with groups="all"'
         )
     memory = sum(problem.cluster.types[kind].memory_gb * n for kind, n in problem.cluster.counts.items())
     return (

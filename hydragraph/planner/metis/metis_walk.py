@@ -1,7 +1,7 @@
 """Metis's search and its memory-aware variant.
 
 For each order of types, division of ranks into stages and number of micro-batches, every stage begins with data
-parallelism only. Layers are divided over stages by speed; memory corrects this division at most three times. A *step*
+parallelism only. Layers are divided over stages by speed, with at most three corrections for memory. A *step*
 is a change of degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY differ in the stage that
 changes first:
 

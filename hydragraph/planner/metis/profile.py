@@ -105,8 +105,8 @@ class MetisProfile:
         equal = all(len(set(measurement.layers_ms[1:-1])) == 1 for measurement in self.measurements.values())
         if self.layers < 3 or layers < 2 or not equal:
             raise ValueError(
-                f"the profile has {self.layers} layers and the plan {layers}: profile the model with {layers}, because "
-                "stretching needs at least 3 profiled layers with equal middle layers, and at least 2 planned layers"
+                f"the profile has {self.layers} layers, but the plan has {layers}: profile the model with {layers}; "
+                "only a profile of 3 or more layers, with equal middle layers, can be stretched, and only to 2 or more"
             )
         return replace(
             self,

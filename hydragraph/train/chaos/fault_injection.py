@@ -211,7 +211,7 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, and when its replacement is about to join or has just joined, the replacement or another rank."""
+    """Kill a rank, then its replacement or another rank when the replacement is about to join or has just joined."""
     children_before = set(run.children())
     joined = len(run.happened("join"))
     _end(target)

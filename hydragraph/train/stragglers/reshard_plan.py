@@ -109,12 +109,12 @@ def rehoming(
     if fits and (not fitting or (before - after) * steps <= GAIN * moving):
         return None
     slow = ", ".join(f"rank {rank} ({rate:.2f}x)" for rank, rate in health.rates.items())
-    waited = f"owners wait for {slow or 'the one with the largest share'}"
+    waited = f"owners wait for {slow or 'the owner with the largest share'}"
     if question is not None and not slow:
         waited = "the state is placed for strategies that no longer run"
     cause = waited if fits else "a rank has too little memory for its share"
     why = (
-        f"{cause}: owners will take {after:.4f} s instead of {before:.4f} s per step, and the move takes "
+        f"{cause}: the slowest owner will take {after:.4f} s instead of {before:.4f} s per step, and the move takes "
         f"{moving:.2f} s; {steps} steps remain"
     )
     return Rehoming(home, before, after, moving, why)

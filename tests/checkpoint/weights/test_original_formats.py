@@ -51,7 +51,7 @@ def test_an_original_directory_gives_the_models_tensors_or_is_refused(family: st
     if family in REFUSED:
         with pytest.raises(
             Unsupported,
-            match=rf"\({REFUSED[family]}\) that is not supported; load it with transformers",
+            match=rf"\({REFUSED[family]}\) that is not supported; load the model with transformers",
         ):
             Names.of(model, names).placed(contents(tmp_path))
         return

@@ -115,7 +115,7 @@ def test_what_cannot_be_told_is_refused() -> None:
         model_record(model)
     model = Own()
     model.thing = object()  # type: ignore[assignment]
-    with pytest.raises(hg.Unsupported, match=r"Own\.thing: a object"):
+    with pytest.raises(hg.Unsupported, match=r"Own\.thing: an object"):
         model_record(model)
 
 

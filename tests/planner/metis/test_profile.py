@@ -105,7 +105,7 @@ def test_only_equal_middle_layers_are_stretched() -> None:
     different = {("a", 1, 1): Measurement((1.0, 2.0, 3.0, 4.0), 11.0, (1, 1, 1, 1))}
     profile = Profile(different, (1, 1, 1), 4.0, 0.0, 1, 1, 1)
     assert profile.stretched(4) is profile
-    with pytest.raises(ValueError, match="the profile has 4 layers and the plan 8"):
+    with pytest.raises(ValueError, match="the profile has 4 layers, but the plan has 8"):
         profile.stretched(8)
     equal = {("a", 1, 1): Measurement((1.0, 2.0, 2.0, 4.0), 10.0, (1, 5, 5, 2))}
     stretched = Profile(equal, (1, 1, 1), 4.0, 0.0, 1, 1, 1).stretched(6)
