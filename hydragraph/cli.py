@@ -116,8 +116,12 @@ _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 
 def _check_picture(path: Path | None) -> None:
-    if path is not None and find_spec("matplotlib") is None:
+    if path is None:
+        return
+    if find_spec("matplotlib") is None:
         raise ImportError("--picture needs matplotlib: pip install matplotlib, or omit --picture")
+    if path.suffix != ".png":
+        raise ValueError(f"--picture {path}: pictures are PNG files: name it {path.with_suffix('.png')}")
 
 
 @contextmanager

@@ -66,6 +66,8 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
     solver: Any = asked.solver
     check_question(method, asked.deadline, solver)
     prices = RentalPrices.parse(asked.prices, cluster) if asked.prices else None
+    if asked.budget is not None and prices is not None:
+        prices.check_budget(asked.budget)
 
     def left(part: float = 1.0) -> float | None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))

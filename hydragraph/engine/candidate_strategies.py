@@ -23,6 +23,7 @@ from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.default_cluster import cluster_on
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 from hydragraph.spec.training_workload import Workload
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def planned_for(
     costs: Costs,
     batches: Sequence[Sequence[int]],
     home: Home | None = None,
-    schedules: Sequence[str] = ("1f1b",),
+    schedules: Sequence[str] = (DEFAULT_SCHEDULE,),
     streaming: bool = True,
 ) -> Plan:
     """Return the plan that `hg.plan` finds for a sample on devices that differ.

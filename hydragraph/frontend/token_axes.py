@@ -64,7 +64,7 @@ _POINTWISE_LOSSES = aten_operators("""
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
     soft_margin_loss margin_ranking_loss
 """)
-_MIXES = "mixes the tokens of packed sequences"
+_MIXES = "may mix the tokens of packed sequences"
 COUNTS = "counts the tokens of a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
 _ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"

@@ -94,10 +94,9 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
     """Return the ranks of every combination of whole nodes that leaves too little money for another node.
 
     Raises:
-        ValueError: as for `offers`.
+        ValueError: as for `RentalPrices.check_budget`.
     """
-    if not 0 <= budget < math.inf:
-        raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
+    prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
     nodes: dict[int, list[int]] = {}
     for rank, device in enumerate(costs.cluster.devices):
@@ -107,8 +106,6 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
         kinds.setdefault(kind_of(costs, number), []).append(ranks)
     every = list(kinds.values())
     node_prices = [math.fsum(prices.per_hour[costs.cluster.type_of(rank)] for rank in alike[0]) for alike in every]
-    if min(node_prices) > budget:
-        raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(node_prices):.4g} an hour")
     return [
         tuple(
             sorted(rank for alike, count in zip(every, counts, strict=True) for some in alike[:count] for rank in some)

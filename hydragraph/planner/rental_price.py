@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.planner.plan import Plan
@@ -48,6 +48,22 @@ class RentalPrices:
         if without:
             raise ValueError(f"{without[0]} has no price: add --price {without[0]}=DOLLARS")
         return cls(cluster, per_hour)
+
+    def check_budget(self, budget: float, lost: Collection[int] = ()) -> None:
+        """Check that a budget in dollars per hour pays for a node of which some rank is not lost.
+
+        Raises:
+            ValueError: the budget is not a number, or pays for no node.
+        """
+        if not 0 <= budget < math.inf:
+            raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
+        nodes: dict[int, float] = {}
+        for rank in range(len(self.cluster.devices)):
+            if rank not in lost:
+                node = self.cluster.node_of(rank)
+                nodes[node] = nodes.get(node, 0.0) + self.per_hour[self.cluster.type_of(rank)]
+        if min(nodes.values()) > budget:
+            raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(nodes.values()):.4g} an hour")
 
     def hour(self, strategy: Strategy) -> float:
         """Return the dollars per hour of a strategy's devices."""

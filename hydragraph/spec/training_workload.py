@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
+MOST_SEQUENCES = 100_000  # of a mini-batch; planning for more takes minutes
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -39,6 +41,8 @@ class Workload:
             )
         if fixed and not (_counts(self.sequences) and _counts(self.length)):
             raise ValueError(f"sequences is {self.sequences!r}, length is {self.length!r}: give whole numbers above 0")
+        if self.sequences > MOST_SEQUENCES:
+            raise ValueError(f"sequences is {self.sequences:,}: give at most {MOST_SEQUENCES:,} in a mini-batch")
         for i, batch in enumerate(self.lengths):
             if not batch or min(batch) < 1:
                 raise ValueError(f"lengths[{i}] is {list(batch)[:8]}: give at least one length, each above 0")

@@ -55,7 +55,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
     state.untold.append((survived, before))
-    with world.calling("go on"):
+    with world.calling("continue"):
         if world.rank == 0:
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:

@@ -19,13 +19,14 @@ from hydragraph import cli
 from hydragraph.commands import plan_costs
 from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends
 from hydragraph.commands.plan_options import PlanOptions
+from hydragraph.cost.costs import Costs
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.report.number_text import seconds_text
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import read_strategies
 from hydragraph.train.model import skeleton
-from hydragraph.train.plan_input import read_candidates, read_lengths
+from hydragraph.train.plan_input import read_candidates, read_costs, read_lengths
 from tests.commands.tiny import run, write
 from tests.cost import priced
 from tests.data.written import write_tokens
@@ -222,6 +223,12 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     assert f"strategy: {written.name}" in told.stdout
     assert "computation as measured: made up for fast, made up for slow; memory from the profile" in told.stdout
     assert f"strategies: [{uneven / 'plan.yaml'}]" in told.stdout
+    options = shlex.split(told.stdout.partition("hydragraph train config.yaml ")[2].splitlines()[0])
+    config = TrainConfig.load(uneven / "config.yaml", options[1::2])
+    read = read_costs(config.plan, config.ranks)  # the costs of this plan
+    assert isinstance(read, Costs)
+    assert read.profile == priced.costs(LAYERS, priced.mixed()).profile
+    assert read.health == hg.Health({0: 2.57})
     assert (uneven / "plan.png").read_bytes().startswith(b"\x89PNG")
     # The same again, as JSON, is what hg.plan says; and what was written is read as what runs now.
     kept = ("--running", "plan.yaml", "--home", "equal", "--json", "--price", "2.5")

@@ -92,7 +92,7 @@ def refusals(ready: Ready) -> list[float]:
         if promised is None:
             step(batch(1))
         else:
-            with pytest.raises(ValueError, match=r"mini-batch, strategy or call differs .* on ranks \[0\]"):
+            with pytest.raises(ValueError, match=r"ranks differ in mini-batch, strategy or call: .* on ranks \[0\]"):
                 exe.step(promised if first else coming)
     # A promise goes for one call, also for one that is refused.
     coming = batch(1)

@@ -201,25 +201,25 @@ def test_convolutions_within_a_token_are_captured_for_any_number_of_tokens() -> 
     assert hg.capture(stacked(OverFeatures()), check="auto").layers == 1
 
 
-@only("<lambda>-aten.mean.default mixes")
+@only("<lambda>-aten.mean.default may mix")
 @pytest.mark.parametrize(
     ("mix", "message"),
     [
         (lambda b, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), r"would attend .*scaled_dot"),
-        (lambda b, x: b.attention(x, x, x)[0], r"layer.0: packed"),
+        (lambda b, x: b.attention(x, x, x)[0], r"layer.0: (packed|aten.bmm.default mixes)"),
         (by_hand, r"aten.matmul.default mixes the tokens"),
-        (lambda b, x: b.convolution(x.transpose(1, 2)).transpose(1, 2), r"aten.conv1d\S* mixes the tokens"),
-        (lambda b, x: x.cumsum(1), r"aten.cumsum.default mixes"),
-        (lambda b, x: x - x.mean(1, keepdim=True), r"aten.mean.dim mixes"),
-        (lambda b, x: x.softmax(-2), r"aten.softmax.int mixes"),
-        (lambda b, x: x.roll(1, 1), r"aten.roll.default mixes"),
-        (lambda b, x: x.flip(1), r"aten.flip.default mixes"),
+        (lambda b, x: b.convolution(x.transpose(1, 2)).transpose(1, 2), r"aten.conv1d\S* may mix the tokens"),
+        (lambda b, x: x.cumsum(1), r"aten.cumsum.default may mix"),
+        (lambda b, x: x - x.mean(1, keepdim=True), r"aten.mean.dim may mix"),
+        (lambda b, x: x.softmax(-2), r"aten.softmax.int may mix"),
+        (lambda b, x: x.roll(1, 1), r"aten.roll.default may mix"),
+        (lambda b, x: x.flip(1), r"aten.flip.default may mix"),
         (lambda b, x: F.pad(x, (0, 0, 1, 0))[:, :-1], r"mixes"),
-        (lambda b, x: x - x.mean(), r"aten.mean.default mixes"),
+        (lambda b, x: x - x.mean(), r"aten.mean.default may mix"),
     ],
 )  # fmt: skip
 def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], message: str) -> None:
-    attends = any(part in message for part in ("dot", "layer.0: a$", "matmul", "softmax"))
+    attends = any(part in message for part in ("dot", "bmm", "matmul", "softmax"))
     remedy = (
         "call hydragraph.varlen_attention"
         if attends

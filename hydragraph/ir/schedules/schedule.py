@@ -177,7 +177,7 @@ class Schedule:
         header, *lines = text.strip().splitlines()
         title = header.split()
         if len(title) != 2 or title[0] != "schedule":
-            raise ValueError(f"line 1 is {header!r}: write 'schedule' and a kind, such as 'schedule 1f1b'")
+            raise ValueError(f"line 1 is {header!r}: write 'schedule' and a kind, such as 'schedule zb-h1'")
         rows = []
         for s, line in enumerate(lines):
             label, number, *cells = line.split() or ("",) * 2

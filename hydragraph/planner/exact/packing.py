@@ -14,7 +14,7 @@ from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.assignment.micro_batches import EQ1, SUM, form_in_order
 from hydragraph.planner.assignment.problem import problem_of
 
-Objective = Literal["published", "sum", "1f1b"]
+Objective = Literal["published", "sum", "schedule"]
 
 KICKS = 60
 
@@ -25,13 +25,13 @@ class Packing:
 
     Attributes:
         seconds: value of the objective.
-        seconds_1f1b: seconds by the 1F1B recurrence.
+        scheduled_s: seconds by the recurrence of the pipeline's schedule.
         bound: lower bound on the objective.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     seconds: float
-    seconds_1f1b: float
+    scheduled_s: float
     bound: float
 
     @property
@@ -54,8 +54,8 @@ def pack(
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
         devices: number of devices that share the state; default: the pipeline's devices.
-        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "1f1b" reorders the micro-batches
-            of these two results, and takes the one that ends first under 1F1B.
+        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "schedule" reorders the
+            micro-batches of these two results, and takes the one that ends first under the pipeline's schedule.
         method: "exact" solves Eq. 1 through cvxpy (slow).
 
     Raises:
@@ -77,10 +77,10 @@ def pack_pipeline(
     kicks: int = KICKS,
     climb: int = 0,
 ) -> Packing:
-    if objective == "1f1b":
+    if objective == "schedule":
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
-        packing = min(both, key=lambda p: p.seconds_1f1b)
-        return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
+        packing = min(both, key=lambda p: p.scheduled_s)
+        return replace(packing, seconds=packing.scheduled_s, bound=float(pipeline.work(lengths).sum()))
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):
         return Packing((), 0.0, 0.0, 0.0)
