@@ -40,12 +40,13 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
     entered: dict[fx.Node, fx.Node] = {}
     learns = differentiable(graph.graph, parameters, hidden)
     partial = partial_sums(graph.graph, cuts)
+    unsummed = partial | cuts.rows.keys()
     cut_users = set(cuts.cut) | cuts.columns | partial
     mixed = {p for p in parameters if p not in cuts.cut and _mixed(p, cut_users, cuts)}
 
     def entering(node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
         if node not in entered:
-            if _spreads(node) and all(user in cut_users or user is reader for user in node.users):
+            if node not in partial and _spreads(node) and all(u in cut_users or u is reader for u in node.users):
                 entered[node] = result.node_copy(node, lambda n: entering(n, node) if n in learns else copied[n])
             else:
                 entered[node] = _insert(result, copied[node], "enter")
@@ -56,13 +57,14 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
         # The push sums parameters' partial gradients, but some users of a mixed parameter give complete gradients.
-        whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
+        whole = _whole_operands(node, cuts) - unsummed if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
-        ends = node in cuts.rows and node.target is not aten.cross_entropy_loss.default
-        if (ends or node in partial) and not any(user in partial for user in node.users):
-            copied[node] = _insert(result, copied[node], "exit")
+        if node in unsummed and not any(user in partial for user in node.users):
+            unsummed.remove(node)
+            if node.target is not aten.cross_entropy_loss.default:
+                copied[node] = _insert(result, copied[node], "exit")
     remove_dead_code(result)
     result.lint()
     return fx.GraphModule(graph, result)

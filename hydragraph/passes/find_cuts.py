@@ -270,12 +270,12 @@ class _Walk:
             self.cuts.rows[node] = Cut(0, 1, 0, rows, node, frozenset({node}))
 
     def _loss(self, node: fx.Node) -> None:
-        logits, _, weight = (*operands(node), None)[:3]
+        logits, labels, weight = (*operands(node), None)[:3]
         cut = self.cuts.of(logits)
         if node.target is torch.ops.hydragraph.token_entropy.default:
             weight = None
-        # A vocabulary-parallel loss requires single classes as units (scale 1) and no class weights.
-        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1:
+        # A vocabulary-parallel loss requires labels [T], single classes as units (scale 1) and no class weights.
+        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or len(shape(labels)) != 1:
             self._need_whole(node)
         else:
             self.cuts.rows[node] = cut

@@ -114,7 +114,7 @@ def _limits(
     elif node.target is aten.index.Tensor:
         for dim, index in enumerate(arguments[1]):
             yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
-    elif node.target in _LOSSES and arguments[1] in fields:
+    elif node.target in _LOSSES and arguments[1] in fields and _are_classes(arguments[1]):
         name, added = fields[arguments[1]]
         sizes = _sizes(arguments[0])
         classes = sizes[1] if len(sizes) > 1 else sizes[0]
@@ -139,6 +139,11 @@ def _rows(
         name, added = fields[index]
         low = -rows if backwards else 0
         yield FieldRange(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
+
+
+def _are_classes(targets: fx.Node) -> bool:
+    form = form_of(targets)
+    return form is not None and form.integral
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:

@@ -62,13 +62,13 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return the head whose loss is this node; None for class weights, a mean, a bias, or smoothed per-token losses."""
+    """Return this loss's head; None for class weights, probabilities, a mean, a bias, or smoothed per-token losses."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
     logits, labels, *rest = loss.args
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
-    if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM):
+    if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM) or not _is_vector(labels):
         return None
     product = _node(logits)
     while product.target in _BETWEEN and len(product.users) == 1:
@@ -82,6 +82,10 @@ def find_head(loss: fx.Node) -> Head | None:
     assert isinstance(smoothing, float)
     head = Head(hidden, matrix, _node(labels), ignored, reduction, smoothing, loss)
     return head if _in_fp32(loss, hidden) else None
+
+
+def _is_vector(labels: object) -> bool:
+    return len(value_of(_node(labels)).shape) == 1
 
 
 def _node(value: object) -> fx.Node:

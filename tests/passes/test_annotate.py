@@ -99,6 +99,15 @@ def test_one_enter_serves_all_products_of_a_value() -> None:
     assert entered(annotated(gated, (5, 32), (48, 32), (48, 32), (32, 48))) == ["x_1"]
 
 
+def test_a_product_of_a_sum_enters() -> None:
+    def chained(hidden: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        linear = torch.nn.functional.linear
+        return linear(linear(linear(linear(hidden.neg(), a).relu(), b), c).relu(), d)
+
+    found = placeholders_of(annotated(chained, (5, 32), (48, 32), (32, 48), (48, 32), (32, 48)))
+    assert found == [("neg", "enter"), ("linear", "exit"), ("communicate", "enter"), ("linear", "exit")]
+
+
 def test_a_parameter_used_whole_enters_only_if_replicated_values_use_it_too() -> None:
     linear = torch.nn.functional.linear
 

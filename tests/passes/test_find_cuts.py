@@ -441,6 +441,23 @@ def test_operators_that_need_a_whole_dimension_leave_it_whole(between: Callable[
     assert not analysed(forward, (5, 32), (48, 32))[1]
 
 
+@pytest.mark.parametrize(
+    ("loss", "cut"),
+    [
+        (lambda y, x: F.cross_entropy(y[0], x[0, :, 0].long(), reduction="sum"), True),
+        (lambda y, x: F.cross_entropy(y[0], x.repeat(1, 1, 2)[0, :, :48], reduction="sum"), False),  # probabilities
+        (lambda y, x: F.cross_entropy(y.transpose(1, 2), x[..., 0].long(), reduction="sum"), False),
+    ],
+)
+def test_a_loss_is_cut_by_classes_if_each_row_has_one_label(
+    loss: Callable[[Tensor, Tensor], Tensor], cut: bool
+) -> None:
+    def forward(x: Tensor, a: Tensor) -> Tensor:
+        return loss(F.linear(x, a), x)
+
+    assert analysed(forward, (1, 5, 32), (48, 32))[1] == ({"a_1": ShardRule(0, (48,))} if cut else {})
+
+
 def test_an_operator_without_a_rule_is_named() -> None:
     def forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return F.linear(F.linear(x, a).roll(1, -1), b)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.mini_batch import MiniBatch
+from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from tests.models import captured
 from tests.own_models import Own
@@ -68,3 +69,13 @@ def test_limits_of_tables_of_other_sizes_and_of_ones_own_fields() -> None:
         ("labels", 0, 101, "the loss over 101 classes"),
     }
     assert next(limit for limit in field_ranges_of(program) if limit.field == "labels").ignored == -1
+
+
+def of_a_teacher(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs[0], batch["teacher"][0], reduction="sum")
+
+
+def test_probabilities_of_a_teacher_are_no_classes() -> None:
+    program = capture(Own(), loss=of_a_teacher, example={"teacher": torch.rand(1, 8, 101)})
+    assert "teacher" not in {limit.field for limit in field_ranges_of(program)}
+    assert own_fields(program)["teacher"].padding == 0, "adds nothing to the loss"

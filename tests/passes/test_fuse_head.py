@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
@@ -142,6 +143,15 @@ def test_a_bias_is_left_alone() -> None:
     template = program.templates[block.template]
     parts = shard(template, local_parameters(program, block, template), StagePart(StageKind(2)), fused_head=True)
     assert not any(n.target is torch.ops.hydragraph.tp_head_loss.default for n in parts.graph.graph.nodes)
+
+
+def test_probabilities_are_left_alone() -> None:
+    def taught(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        logits = outputs.logits[0].float()
+        return F.cross_entropy(logits, F.one_hot(batch["input_ids"][0], 101).float(), reduction="sum")
+
+    _, sharded = head(hg.capture(llama(1), loss=taught))
+    assert fuse_head(sharded.graph) is sharded.graph
 
 
 def test_variants_fuse_where_they_are_told_to() -> None:
