@@ -228,6 +228,19 @@ def test_a_process_that_is_killed_while_all_get_ready_is_replaced(tmp_path: Path
 
 
 @thorough
+def test_a_truncated_checkpoint_is_passed_over_if_state_is_lost(tmp_path: Path) -> None:
+    process = started(written(tmp_path, elastic={"min_ranks": 1}))
+    run = tmp_path / "run"
+    wait_for_step(run, 22)
+    largest = max((run / "checkpoints/step-00000020").iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 100)
+    os.kill(ranks(run)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
+
+
+@thorough
 def test_too_few_ranks_save_and_end_with_a_sentence(tmp_path: Path) -> None:
     process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False, "min_ranks": 3}))
     run = tmp_path / "run"

@@ -78,6 +78,15 @@ def read_manifest(path: Path) -> CheckpointManifest:
     )
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether a checkpoint's files exist and have the right sizes; their hashes are not compared."""
+    try:
+        files = read_manifest(path).files
+        return all((path / name).stat().st_size == file.bytes for name, file in files.items())
+    except (ValueError, OSError):
+        return False
+
+
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
     """Check the hashes of all files; the ranks `sharing` this copy divide the work. Damaged is raised on all ranks."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]

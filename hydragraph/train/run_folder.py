@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from hydragraph.atomic_write import write_whole
 from hydragraph.checkpoint.folder import complete, set_aside, step_name
+from hydragraph.checkpoint.manifest import is_whole
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_overrides import differences
 
@@ -187,6 +188,11 @@ class RunFolder:
 
     def last(self) -> Checkpoint | None:
         return next(reversed(self._all()), None)
+
+    def last_whole(self) -> Checkpoint | None:
+        """Return the latest checkpoint without missing or truncated files; if there is none, the latest."""
+        whole = (checkpoint for checkpoint in reversed(self._all()) if is_whole(checkpoint.path))
+        return next(whole, self.last())
 
     @property
     def how_to_go_on(self) -> str:

@@ -42,7 +42,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     before = ranks_before(state.untold, run.world.ranks)
 
     def newest() -> Path | None:
-        last = folder.last()
+        last = folder.last_whole()
         return None if last is None else last.path
 
     survived = meet_again(executor, failure, newest, _soon(config), _known_rates(run, state), run.pieces)
