@@ -22,12 +22,12 @@ def main() -> None:
 
 
 def _end_at_once(codes: list[object]) -> None:
-    """End the process after its other exit handlers.
+    """End the process after its other exit handlers, unless it trained: callbacks may have open files.
 
     The interpreter would otherwise collect garbage for more than a second if PyTorch is imported.
     """
     for code in codes:
-        if isinstance(code, int):
+        if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:
             try:
                 sys.stdout.flush()
                 sys.stderr.flush()

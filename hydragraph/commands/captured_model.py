@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     if data_vocabulary is not None:
         check_vocabulary(config.model, bare, vocabulary)
     model = adapted(bare, config.adapter, config.seed)
-    program = program_of(config, model)
+    program = replace(program_of(config, model), push_dtype=getattr(torch, config.push_dtype))
     inductor = choose_backend(config.backend, torch.device(config.device or "cuda")) == "inductor"
     return model, program, Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
 
@@ -75,14 +76,19 @@ def costs_of_run(
     import torch
 
     from hydragraph.cost.costs import Costs
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.health import Health
     from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_corrections
 
     dtype, pushed = (getattr(torch, name) for name in (config.dtype, config.push_dtype))
     element = state_bytes(config.optimizer, dtype, torch.device(config.device or "cuda"))
+    plan = config.plan
+    planned = plan.cluster is not None and plan.health is not None and Cluster.load(plan.cluster) == cluster
     return Costs(
         profile,
         cluster,
+        Health.load(plan.health) if planned and plan.health is not None else None,
         home=config.home,
         corrections=read_corrections(corrections),
         push_itemsize=pushed.itemsize,

@@ -88,8 +88,8 @@ def check_command(options: CheckOptions) -> None:
     """Predict for each strategy whether a run fits into memory, what uses most of the memory, and the seconds per step.
 
     The command rejects each setting, file, model, strategy and optimizer that training would reject, and reports
-    missing data. Without --cluster, each rank is an H200. With device: cpu, each rank gets an equal share of this
-    machine's memory, and the seconds are unknown.
+    missing data. Without --cluster and plan.cluster, each rank is an H200. With device: cpu, each rank gets an equal
+    share of this machine's memory, and the seconds are unknown.
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and optimizer
     state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s, without
@@ -109,11 +109,11 @@ def check_command(options: CheckOptions) -> None:
     launches = options.arch is not None and options.efficiency is None
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
     options = on_planned_devices(options, config)
-    known = options.cluster is not None or options.profile is not None
+    known = config.plan.choose and (options.cluster is not None or options.profile is not None)
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
     config = replace(config, strategies=chosen_strategies(options.strategies, config.strategies, ranks))
-    check_settings(config, ranks)
+    check_settings(config, ranks if config.plan.cluster is None else config.ranks)
     trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)

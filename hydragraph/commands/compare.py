@@ -44,7 +44,8 @@ def compare_command(options: CompareOptions) -> None:
 
     Each second of a rank is assigned to one kind. A wait is assigned to the other ranks until they have sent, and to
     the transfer afterwards. The first step of each strategy is excluded, because it also compiles and connects.
-    Without --profile, the config's plan.profile is used; without --cluster, the profile's devices are used.
+    Without --profile and --cluster, the config's plan.profile and plan.cluster are used; without plan.cluster, the
+    profile's devices, or H200s.
     """
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare
@@ -69,20 +70,21 @@ def compare_command(options: CompareOptions) -> None:
 def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
-    from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
+    from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.plan_input import read_profile
 
     named = profile or config.plan.profile
-    where = None if cluster is None else Cluster.load(cluster)
+    listed = cluster or config.plan.cluster
+    where = None if listed is None else Cluster.load(listed)
     if named is not None:
         measured = read_profile(named)
         where = where or measured.cluster(ranks)
     else:
         where = where or default_cluster(ranks)
-        measured = datasheet(program_of(config, bare_model(config)), where)
+        measured = datasheet(captured(config)[1], where)
     return costs_of_run(config, measured, where, corrections)
 
 

@@ -177,12 +177,15 @@ def check_prices(profile: object, efficiency: float | None) -> None:
 
 
 def on_planned_devices(options: Options, config: TrainConfig) -> Options:
-    """Return options with the cluster and profile of the config's `plan`, unless the command line names devices."""
-    own = ("cluster", "devices", "arch", "memory", "profile", "efficiency")
-    if any(getattr(options, name, None) is not None for name in own):
+    """Return options with the cluster and profile of the config's `plan`, unless the command line has its own."""
+
+    def has(*names: str) -> bool:
+        return any(getattr(options, name, None) is not None for name in names)
+
+    if config.plan.cluster is None or has("cluster", "devices", "arch", "memory"):
         return options
-    cluster = None if config.plan.cluster is None else Path(config.plan.cluster)
-    return replace(options, cluster=cluster, profile=config.plan.profile)  # type: ignore[call-arg]
+    profile = getattr(options, "profile", None) if has("profile", "efficiency") else config.plan.profile
+    return replace(options, cluster=Path(config.plan.cluster), profile=profile)  # type: ignore[call-arg]
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:

@@ -154,6 +154,9 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
         strategy.save(name)
     # With these costs, the run assigns sequences to pipelines as planned.
     priced = {"choose": "true", "cluster": str(asked.cluster)}
+    if asked.budget is not None:
+        priced["cluster"] = str(path.with_name(f"{path.stem}-cluster.yaml"))
+        costs.cluster.save(priced["cluster"])
     if asked.profile:
         profile = asked.profile[0]
         if len(asked.profile) > 1:
@@ -162,6 +165,7 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
         priced["profile"] = profile
         if asked.health is not None:
             priced["health"] = str(asked.health)
+    unknown = "; without a profile, the run does not know --health" if asked.health and not asked.profile else ""
     listed = ", ".join(map(str, names))
     quoted = json.dumps(list(map(str, names)), ensure_ascii=False)
     in_yaml = ", ".join(f"{name}: {value}" for name, value in priced.items())
@@ -169,7 +173,7 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
     return (
         f"{listed}: to train, set strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)}, plan: "
         f"{{{in_yaml}}} in the run's config, or run hydragraph train config.yaml --set 'strategies={quoted}' "
-        f"--set 'home={plan.home}' --set ranks={len(plan.memory)} {settings}"
+        f"--set 'home={plan.home}' --set ranks={len(plan.memory)} {settings}{unknown}"
     )
 
 

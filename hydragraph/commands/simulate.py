@@ -219,7 +219,7 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
 
-    known = step.cluster is not None or step.profile is not None
+    known = config.plan.choose and (step.cluster is not None or step.profile is not None)
     if step.lengths is not None:
         from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.train.plan_input import read_lengths

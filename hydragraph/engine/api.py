@@ -204,7 +204,7 @@ def compile(
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
             captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
         program = _with_limits(captured.program, window, push_dtype)
-        planning = Planning(_priced(profile, program), lengths, policy or Policy())
+        planning = Planning(_priced(profile, program, automatic, backend, world), lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
             subject = _subject(program, source, choose_backend(backend, world.device), owners or AUTO, fewer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
@@ -217,14 +217,19 @@ def compile(
     return _held(executable, joining)
 
 
-def _priced(profile: Profile | Costs | Cluster | None, program: Program) -> Profile | Costs | None:
+def _priced(
+    profile: Profile | Costs | Cluster | None, program: Program, automatic: bool, backend: str | None, world: World
+) -> Profile | Costs | None:
     """Return the costs that a cluster's datasheets predict, as `hydragraph plan` does, or the given costs."""
     if not isinstance(profile, Cluster):
         return profile
     most = max(profile.node(device.node).devices for device in profile.devices)
-    compiled = Variants(program, added=True, cache=VariantCache()).get
-    sheet = datasheet(program, profile, None, range(1, most + 1))
-    return Costs(sheet, profile, blocks=CompiledBlocks(program, compiled))
+    # Given strategies may have tensor-parallel groups that span nodes.
+    sheet = datasheet(program, profile, None, range(1, most + 1) if automatic else None)
+    inductor = choose_backend(backend, world.device) == "inductor"
+    variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
+    blocks = CompiledBlocks(program, variants.get)
+    return Costs(sheet, profile, blocks=blocks, push_itemsize=program.push_dtype.itemsize)
 
 
 def _subject(program: Program, source: _Source, backend: str, home: Home, fewer: Sequence[int]) -> Subject:

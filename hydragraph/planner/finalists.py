@@ -53,7 +53,7 @@ SAVES = 0.003
 SETTLED = 6
 # Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
-# Maximum number of proposals whose micro-batches are formed as in a run.
+# Maximum number of proposals whose micro-batches are formed as in a run before one of them is settled.
 CUT = 4
 # The exact time is seldom less than this fraction of the time of `promised`.
 PROMISED = 0.97
@@ -283,7 +283,8 @@ class _Queue:
         self._estimate_others(limit)
         while self._heap and self._heap[0][0] < limit:
             uncut, proposal = self._pop(limit)
-            done = proposal.strategy.shares or proposal.strategy in self._cut or is_late(self._until, 2 * self._cut_s)
+            late = is_late(self._until, 2 * self._cut_s)
+            done = late or bool(proposal.strategy.shares) or proposal.strategy in self._cut
             if done and not uncut:
                 return proposal
             if not uncut:

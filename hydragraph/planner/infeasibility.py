@@ -28,10 +28,10 @@ def check_nodes(costs: Costs) -> None:
     Raises:
         Unsupported: a node has devices of several types.
     """
-    cluster = costs.cluster
+    types: dict[int, str] = {}
     for rank in range(costs.ranks):
-        node = cluster.node_of(rank)
-        if cluster.type_of(rank) != cluster.node(node).type:
+        node, name = costs.cluster.node_of(rank), costs.cluster.type_of(rank)
+        if types.setdefault(node, name) != name:
             raise Unsupported(
                 f"the devices of node {node} have different types",
                 where="plan",

@@ -30,7 +30,7 @@ from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import SearchCandidate, Settled, Shortage, simulated, strategies_of
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
-from hydragraph.planner.refinements import refined
+from hydragraph.planner.refinements import as_run, refined
 from hydragraph.planner.state_shares import home_by_block
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
@@ -259,6 +259,8 @@ def _plan(
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
+    if chosen.simulated and not (workload.lengths or is_late(until)):
+        chosen = as_run(costs, chosen)
     useful = _useful(costs, workload, chosen, looked.settled) if workload.lengths else [chosen]
     took = time.monotonic() - began
     used = {*chosen.strategy.devices, *costs.health.lost}

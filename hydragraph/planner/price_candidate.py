@@ -16,8 +16,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
-from hydragraph.cost.stage_costs import StageCost
 from hydragraph.ir.schedules.schedule_kinds import table_of
+from hydragraph.planner.assignment.equal_sequences import stage_rows
 from hydragraph.planner.generators.device_groups import Group
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
@@ -179,13 +179,6 @@ class Ends:
             counts[slowest] -= 1
             counts[taker] += 1
         return counts
-
-
-def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
-    """Return a micro-batch's row for `replay` [S, PARTS]."""
-    tokens = sum(lengths)
-    hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
-    return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:

@@ -12,9 +12,9 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
+from hydragraph.planner.assignment.equal_sequences import equally_long
 from hydragraph.planner.assignment.spread_search import Effort
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.micro_batch_sizes import equally_long
 from hydragraph.planner.price_candidate import Settled, Shortage, form_of, held, owners, owners_by_block
 from hydragraph.planner.state_shares import homes_of
 from hydragraph.planner.traffic_estimate import Iterations

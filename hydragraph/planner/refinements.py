@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
+from hydragraph.planner.micro_batch_sizes import cut
 from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs, owners_by_block, simulated
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
@@ -63,6 +67,22 @@ def refined(
         fits = _fitting(costs, fastest, strategy)
         further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
     return further_plans
+
+
+def as_run(costs: Costs, plan: Settled) -> Settled:
+    """Return a plan for equal sequences with the micro-batches that a run forms, if they fit; omit idle pipelines."""
+    try:
+        assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
+    except Unsupported:
+        return plan
+    if (assignment,) == plan.assignments:
+        return plan
+    strategy = Strategy(tuple(compress(plan.strategy.pipelines, assignment.counts)), plan.strategy.schedule)
+    assignment = Assignment(tuple(filter(None, assignment.micro_batches)), assignment.lengths)
+    memory = held(costs, strategy, plan.home, (assignment,))
+    if not _fits(costs, memory):
+        return plan
+    return simulated(costs, replace(plan, strategy=strategy, assignments=(assignment,), memory=memory))
 
 
 def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:

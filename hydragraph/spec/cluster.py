@@ -33,10 +33,11 @@ from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 MOST_DEVICES = 1 << 16
 # Smallest plausible value of each field, and its unit; a smaller value was given in another unit.
 _UNITS = {
-    "flops_per_s": (1e7, "FLOP/s, such as 989e12"),
-    "memory_bytes": (1e5, "bytes, such as 80e9"),
-    "memory_bytes_per_s": (1e6, "bytes per second, such as 3.35e12"),
-    "bytes_per_s": (1e3, "bytes per second, such as 12.5e9"),
+    "flops_per_s": (1e7, math.inf, "FLOP/s, such as 989e12"),
+    "memory_bytes": (1e5, math.inf, "bytes, such as 80e9"),
+    "memory_bytes_per_s": (1e6, math.inf, "bytes per second, such as 3.35e12"),
+    "bytes_per_s": (1e3, math.inf, "bytes per second, such as 12.5e9"),
+    "latency_s": (-math.inf, 1, "seconds, such as 5e-6"),
 }
 
 
@@ -433,8 +434,8 @@ def _check_units(where: str, data: object) -> None:
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for name, value in items:
         if name in _UNITS and isinstance(value, int | float):
-            least, unit = _UNITS[name]
-            if value < least:
+            least, most, unit = _UNITS[name]
+            if not least <= value <= most:
                 raise ValueError(f"{where}: {name} is {value:g}: give {unit}")
         place = f"{where}[{name}]" if isinstance(data, list) else f"{where}.{name}" if where else str(name)
         _check_units(place, value)

@@ -392,9 +392,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for needed in ("cluster", "profile"):
-            if self.health is not None and getattr(self, needed) is None:
-                raise ValueError(f"health is {self.health!r} without a {needed}: also give the {needed}")
+        if self.health is not None and None in (self.cluster, self.profile):
+            raise ValueError(f"health is {self.health!r}, but needs a cluster and a profile: give both")
         if self.cluster is not None and not self.choose:
             raise ValueError(f"cluster is {self.cluster!r}, but is used only with choose: set choose: true")
 
@@ -644,7 +643,7 @@ class TrainConfig:
             raise ValueError("strategies: auto cannot be combined with other strategies: remove auto, or the others")
         if self.automatic and not self.plan.choose:
             self._set("plan", replace(self.plan, choose=True))
-        if elastic.replan and not self.automatic and (not self.plan.choose or self.plan.profile is None):
+        if elastic.replan and not self.measures and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
                 "elastic.replan needs measured costs: set strategies: auto, or plan: {choose: true, profile: "
                 "profile.json} with a file that hydragraph profile wrote"

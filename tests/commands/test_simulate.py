@@ -287,7 +287,7 @@ def test_it_says_where_its_seconds_come_from(tmp_path: Path) -> None:
     )
     assert by_profile.exit_code == 0, by_profile.output
     assert "computation as measured: here" in by_profile.stdout
-    assert "computes 2 forwards and 2 backwards of layers 0-1" in by_profile.stdout  # the critical path
+    assert "computes 1 forward and 1 backward of layers 0-1" in by_profile.stdout  # the critical path
 
 
 def test_a_mini_batch_of_drawn_lengths(tmp_path: Path) -> None:

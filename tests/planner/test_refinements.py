@@ -8,8 +8,9 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
+from hydragraph.planner.micro_batch_sizes import cut
 from hydragraph.planner.price_candidate import Settled, settle, simulated
-from hydragraph.planner.refinements import interleaved, refined
+from hydragraph.planner.refinements import as_run, interleaved, refined
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import BUDGETS, StageKind
 from tests.cost import priced
@@ -168,3 +169,22 @@ def test_plans_propose_budgets() -> None:
     stages = [stage for plan in found for pipeline in plan.strategy.pipelines for stage in pipeline.stages]
     assert any(stage.recompute in BUDGETS for stage in stages), [plan.strategy.name for plan in found]
     assert [plan.seconds for plan in found] == sorted([plan.seconds for plan in found], reverse=True)
+
+
+def test_a_plan_gets_the_micro_batches_of_a_run() -> None:
+    costs = costs_of()
+    even = plan_of(costs, "2*<tp1,pp2>")
+    lopsided = Assignment((((0, 1, 2), (3,)), tuple((i,) for i in range(4, 16))), (LENGTH,) * 16)
+    after = as_run(costs, simulated(costs, replace(even, assignments=(lopsided,))))
+    owned = costs.changed(home=after.home)
+    formed = cut(owned, after.strategy, (LENGTH,) * 16)[0]
+    assert after.assignments == (formed,)
+    assert after.seconds == pytest.approx(owned.simulate(after.strategy, formed).seconds)
+    assert as_run(costs, after) is after
+
+
+def test_pipelines_without_micro_batches_are_omitted() -> None:
+    costs = costs_of()
+    one = plan_of(costs, "2*<tp1,pp1>", micro_batches=1)
+    alone = as_run(costs, replace(one, assignments=(Assignment(((), ((0,),)), (LENGTH,)),)))
+    assert len(alone.strategy.pipelines) == len(alone.assignments[0].micro_batches) == 1

@@ -202,6 +202,7 @@ def test_links_can_be_scaled(tmp_path: Path) -> None:
         ("[1e6, 3e9]", "[1e2, 3e9]", "nodes[1].outer: points: sort them by bytes"),
         ("  l4: {flops_per_s: 1.2e14, ", "  l4: {", "types.l4: missing field 'flops_per_s'"),
         ("memory_bytes: 80e9", "memory_bytes: 80", "types.h100: memory_bytes is 80: give bytes, such as 80e9"),
+        ("latency_s: 5e-6", "latency_s: 5", "nodes[0].inner: latency_s is 5: give seconds, such as 5e-6"),
         ("devices: 4", "devices: 40000000", "devices in all: list at most 65,536"),
         ("devices: 4", "device: 4", "nodes[0]: unknown field 'device': did you mean 'devices'?"),
     ],

@@ -74,8 +74,11 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
         ("model.config", [1], "model: config is"),
         ("max_grad_norm", float("nan"), "max_grad_norm is nan"),
         ("label_smoothing", 1.0, "label_smoothing is 1.0: give a number of at least 0 and below 1"),
-        ("plan", {"cluster": "c.yaml", "health": "h.yaml"}, "plan: health is 'h.yaml' without a profile"),
-        ("plan", {"health": "h.yaml"}, "plan: health is 'h.yaml' without a cluster: also give the cluster"),
+        (
+            "plan",
+            {"cluster": "c.yaml", "health": "h.yaml"},
+            "plan: health is 'h.yaml', but needs a cluster and a profile",
+        ),
         (
             "plan",
             {"cluster": "c.yaml", "profile": "p.json"},

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from hydragraph.cost.measured_profile import PipelineCost, Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.errors import Unsupported
-from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_bounded, bounded_pipelines
+from hydragraph.planner.assignment.assign_mini_batch import (
+    Bounded,
+    PlannedAssignment,
+    assign_bounded,
+    bounded_pipelines,
+)
+from hydragraph.planner.assignment.equal_sequences import equally_long
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def compare_pipelines(
         if bounds[i] >= best and not all_of_them:
             verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
             continue
-        assignment = assign_bounded(starts[i], lengths, seed=seed)
+        assignment = _assigned(candidates[i], starts[i], lengths, seed)
         seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
         if (seconds, i) < (best, winner):
@@ -129,3 +135,13 @@ def compare_pipelines(
     won = verdicts[winner]
     verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
     return Choice(winner, winning, tuple(verdicts))
+
+
+def _assigned(
+    pipelines: Sequence[PipelineCost], start: Bounded, lengths: Sequence[int], seed: int
+) -> PlannedAssignment:
+    if not 0 < min(lengths, default=0) == max(lengths, default=0):
+        return assign_bounded(start, lengths, seed=seed)
+    equal, seconds = equally_long(pipelines, lengths)
+    ends = tuple(p.seconds(batches) for p, batches in zip(pipelines, equal.tokens, strict=True))
+    return PlannedAssignment(equal.micro_batches, equal.lengths, seconds, min(start.seconds, seconds), ends)

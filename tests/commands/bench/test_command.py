@@ -15,7 +15,8 @@ def bench(*arguments: object) -> Result:
 
 
 def test_kernels_writes_what_is_asked_for_and_report_joins_it(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"kernels.{name}" for name in ("csv", "picture", "json", "markdown")}
+    files = {name: tmp_path / f"kernels.{name}" for name in ("csv", "json", "markdown")}
+    files["picture"] = tmp_path / "kernels.png"
     options = [part for name, path in files.items() for part in (f"--{name}", path)]
     result = bench("kernels", "linear_cross_entropy", "--device", "cpu", *options)
     assert result.exit_code == 0, result.output

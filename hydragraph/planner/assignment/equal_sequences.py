@@ -1,0 +1,197 @@
+"""Assignment of equally long sequences to pipelines and micro-batches.
+
+A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A seconds per sequence
+and c seconds per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+
+import numpy as np
+
+from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.stage_costs import StageCost
+from hydragraph.errors import Unsupported
+from hydragraph.ir.schedules.schedule_kinds import table_of
+from hydragraph.spec.assignment import Assignment
+
+# Steps of a bisection (precision 1e-9), and its tolerance when it counts sequences.
+HALVES = 30
+ROUNDING = 1e-6
+LEAST_S = 1e-12  # minimum seconds of a sequence
+# Relative sizes of the first and, in reverse order, the last micro-batches.
+RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
+
+
+def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
+    """Assign equal sequences by exact ends of pipelines; return the assignment and the last end.
+
+    Raises:
+        Unsupported: sequences are too long for all pipelines.
+    """
+    kinds = _kinds(pipelines, lengths)
+    ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
+    ends = [ends_by_pipeline[pipeline] for pipeline in pipelines]
+    counts = _counts(kinds, len(lengths))
+    every = range(len(kinds))
+    while True:
+        last = max(every, key=lambda p: ends[p].at(counts[p])[0])
+        able = (p for p in every if p != last and kinds[p].most)
+        taker = min(able, key=lambda p: ends[p].at(counts[p] + 1)[0], default=last)
+        now = ends[last].at(counts[last])[0]
+        if taker == last or ends[taker].at(counts[taker] + 1)[0] >= now * (1 - ROUNDING):
+            break
+        counts[last] -= 1
+        counts[taker] += 1
+    best = [pipeline_ends.at(n) for pipeline_ends, n in zip(ends, counts, strict=True)]
+    return _assignment([sizes for _, sizes in best], lengths), max(end for end, _ in best)
+
+
+def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
+    """Return an approximate best assignment of equal sequences, by the formula of this module."""
+    kinds = _kinds(pipelines, lengths)
+    counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
+    return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
+
+
+def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
+    """Return a micro-batch's row for `replay` [S, PARTS]."""
+    tokens = sum(lengths)
+    hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
+    return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
+
+
+def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_PipelineKind]:
+    longest = max(pipeline.max_len for pipeline in pipelines)
+    if lengths[0] > longest:
+        raise Unsupported(
+            f"sequences have {lengths[0]} tokens, more than MaxLen = {longest} of every pipeline",
+            where="planner",
+            remedy="truncate them, or give more devices to a pipeline",
+        )
+    kind_by_pipeline = {pipeline: _PipelineKind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
+    return [kind_by_pipeline[pipeline] for pipeline in pipelines]
+
+
+def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
+    every = Counter(kinds)
+    high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # margin for rounding
+    low = 0.0
+    for _ in range(HALVES):
+        middle = (low + high) / 2
+        if sum(count * kind.by(middle) for kind, count in every.items()) >= sequences:
+            high = middle
+        else:
+            low = middle
+    counts = [kind.by(low) for kind in kinds]
+    for _ in range(sequences - sum(counts)):
+        least = min(range(len(kinds)), key=lambda p: kinds[p].end(counts[p] + 1))
+        counts[least] += 1
+    return counts
+
+
+def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assignment:
+    numbers = iter(range(len(lengths)))
+    batches = tuple(tuple(tuple(islice(numbers, size)) for size in pipeline_sizes) for pipeline_sizes in sizes)
+    return Assignment(batches, tuple(lengths))
+
+
+class _Ends:
+    def __init__(self, pipeline: PipelineCost, kind: _PipelineKind, length: int) -> None:
+        self._pipeline = pipeline
+        self._kind = kind
+        self._length = length
+        self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        self._rows = np.zeros((0, len(pipeline.stage_costs), PARTS))  # by number of sequences
+
+    def at(self, n: int) -> tuple[float, tuple[int, ...]]:
+        if n not in self._known:
+            self._known[n] = self._best(n)
+        return self._known[n]
+
+    def _best(self, n: int) -> tuple[float, tuple[int, ...]]:
+        count = self._kind.micro_batches(n)
+        best: tuple[float, int, tuple[int, ...]] = (math.inf, count, ())
+        for ramps in product(RAMPS, RAMPS) if self._kind.stages > 1 else (((), ()),):
+            looked: set[int] = set()
+            while around := {m for m in range(count - 2, count + 3) if 0 < m <= n} - looked:
+                looked |= around
+                every = [(m, _sizes(n, m, *ramps)) for m in sorted(around)]
+                best = min(best, *((self._end(sizes), m, sizes) for m, sizes in every))
+                count = best[1]
+        return best[0], best[2]
+
+    def _end(self, sizes: tuple[int, ...]) -> float:
+        largest = max(sizes)
+        if largest > self._kind.most:
+            return math.inf
+        stages = self._pipeline.stage_costs
+        if largest >= len(self._rows):
+            rows = [stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
+            self._rows = np.concatenate([self._rows, np.array(rows)])
+        count = len(sizes)
+        table = table_of(self._pipeline.schedule, self._pipeline.rows or len(stages), count)
+        order = np.array(sizes, np.int64)
+        return float(replay(table, len(stages), self._rows, order, count, scratch_of(len(stages), count)))
+
+
+def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:
+    weights = np.ones(m)
+    weights[: len(first)] = first[:m]
+    weights[::-1][: len(last)] = np.minimum(weights[::-1][: len(last)], last[:m])
+    ends = np.rint(n * np.cumsum(weights) / weights.sum()).astype(np.int64)
+    return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
+
+
+@dataclass(frozen=True)
+class _PipelineKind:
+    """A pipeline: stages, slowest stage's seconds per sequence and per micro-batch, number of sequences that fit."""
+
+    stages: int
+    each: float
+    fixed: float
+    most: int
+
+    @classmethod
+    def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
+        """Return the kind for sequences of one length; negative costs, caused by noise, are clamped."""
+        sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
+        return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
+
+    def least(self, n: int) -> int:
+        return -(-n // self.most)
+
+    def micro_batches(self, n: int) -> int:
+        return min(n, max(self.least(n), round(self._best(n)))) if n else 0
+
+    def _best(self, n: float) -> float:
+        waiting = (self.stages - 1) * self.each * n
+        if not waiting:
+            return 1.0
+        return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, n)
+
+    def end(self, n: int) -> float:
+        if not self.most:
+            return math.inf
+        m = max(self._best(n), n / self.most)
+        return (m + self.stages - 1) * (self.each * n / m + self.fixed)
+
+    def by(self, seconds: float) -> int:
+        if not self.most:
+            return 0
+        full = self.most * (seconds / (self.each * self.most + self.fixed) - (self.stages - 1))
+        filling = (self.stages - 1) * self.fixed
+        n = 0.0
+        if seconds > filling:
+            n = (math.sqrt(seconds) - math.sqrt(filling)) ** 2 / self.each
+            if (self.stages - 1) * self.each * n < self.fixed:  # one micro-batch is best
+                n = max(0.0, (seconds / self.stages - self.fixed) / self.each)
+        if n > self.most * self._best(n):
+            n = full
+        return max(0, int(n + ROUNDING))
