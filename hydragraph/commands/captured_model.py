@@ -84,11 +84,13 @@ def costs_of_run(
     dtype, pushed = (getattr(torch, name) for name in (config.dtype, config.push_dtype))
     element = state_bytes(config.optimizer, dtype, torch.device(config.device or "cuda"))
     plan = config.plan
-    planned = plan.cluster is not None and plan.health is not None and Cluster.load(plan.cluster) == cluster
+    health = None
+    if plan.cluster is not None and plan.health is not None and Cluster.load(plan.cluster) == cluster:
+        health = Health.load(plan.health)
     return Costs(
         profile,
         cluster,
-        Health.load(plan.health) if planned and plan.health is not None else None,
+        health,
         home=config.home,
         corrections=read_corrections(corrections),
         push_itemsize=pushed.itemsize,
@@ -103,13 +105,10 @@ def run_assignment(costs: Costs, strategy: Strategy, lengths: Sequence[int], kno
     Args:
         known: whether the run knows these costs; otherwise, and if a sequence does not fit, the quick plan is used.
     """
-    from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
-    from hydragraph.planner.micro_batch_sizes import cut
+    from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign
 
     with suppress(Unsupported):
-        if known and len({*lengths}) == 1:
-            return cut(costs, strategy, lengths)[0]
         if known:
-            return assign_pipelines(costs.pipelines(strategy), lengths)
+            return compare_pipelines([costs.pipelines(strategy)], lengths).assignment
     return assign(strategy, lengths)
