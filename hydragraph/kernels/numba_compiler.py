@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -83,6 +84,10 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
+    def _data_name(self, number: int) -> str:
+        # numba would give the code of two processes that compile for different types at once the same name.
+        return f"{super()._data_name(number).removesuffix('.nbc')}.{uuid.uuid4().hex}.nbc"
+
     def _dump(self, value: Any) -> bytes:
         # pickle ignores the appended hash, so numba can still read the file.
         data: bytes = super()._dump(value)

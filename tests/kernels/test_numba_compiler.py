@@ -228,3 +228,12 @@ def test_one_version_of_a_shared_function_serves_python_and_compiled_callers() -
 
     assert (quartered(12.0), halved(12.0)) == (3.0, 6.0)
     assert len(halved.signatures) == 1
+
+
+def test_processes_that_save_at_once_keep_their_codes_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [numba_compiler._Files(str(tmp_path), "added", "stamp") for _ in range(2)]
+    for number, file in enumerate(files):
+        monkeypatch.setattr(file, "_load_index", dict)  # both read the index before the other has saved
+        file.save(number, f"code {number}")
+    assert len(list(tmp_path.glob("*.nbc"))) == 2
+    assert numba_compiler._Files(str(tmp_path), "added", "stamp").load(1) == "code 1"
