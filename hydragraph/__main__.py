@@ -24,7 +24,7 @@ def main() -> None:
 def _end_at_once(codes: list[object]) -> None:
     """End the process after its other exit handlers, unless it trained: callbacks may have open files.
 
-    The interpreter would otherwise collect garbage for more than a second if PyTorch is imported.
+    After an import of PyTorch, the interpreter would collect garbage for more than a second.
     """
     for code in codes:
         if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:

@@ -120,7 +120,7 @@ def _check_picture(path: Path | None) -> None:
         return
     if find_spec("matplotlib") is None:
         raise ImportError("--picture needs matplotlib: pip install matplotlib, or omit --picture")
-    if path.suffix != ".png":
+    if path.suffix.lower() != ".png":
         raise ValueError(f"--picture {path}: pictures are PNG files: name it {path.with_suffix('.png')}")
 
 

@@ -102,6 +102,7 @@ def check_command(options: CheckOptions) -> None:
     from hydragraph.spec.home_text import owners_text
     from hydragraph.train.config_checks import check_settings
     from hydragraph.train.model_flops import step_flops
+    from hydragraph.train.plan_input import read_costs
 
     check_prices(options.profile, options.efficiency)
     if options.arch is not None and options.profile is not None:
@@ -109,11 +110,15 @@ def check_command(options: CheckOptions) -> None:
     launches = options.arch is not None and options.efficiency is None
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
     options = on_planned_devices(options, config)
+    if config.plan.cluster is not None and options.cluster == Path(config.plan.cluster):
+        read_costs(config.plan, config.ranks)
+    else:
+        config = replace(config, plan=replace(config.plan, cluster=None, health=None))
     known = config.plan.choose and (options.cluster is not None or options.profile is not None)
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
     config = replace(config, strategies=chosen_strategies(options.strategies, config.strategies, ranks))
-    check_settings(config, ranks if config.plan.cluster is None else config.ranks)
+    check_settings(config, ranks)
     trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)

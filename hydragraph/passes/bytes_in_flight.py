@@ -67,7 +67,7 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the index in a rank's work from which waiting for pushes delays no other rank.
+    """Return the first index in a rank's work after which waiting for pushes does not delay other ranks.
 
     On later stages, this is the end of the work, because not all ranks of a stage send.
     """

@@ -38,5 +38,5 @@ def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assig
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Return an approximate best assignment of equal sequences, ignoring memory."""
+    """Return an approximate best assignment, ignoring memory."""
     return by_formula(pipeline_costs(costs, strategy, ANY), lengths)

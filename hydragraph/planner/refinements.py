@@ -70,7 +70,7 @@ def refined(
 
 
 def as_run(costs: Costs, plan: Settled) -> Settled:
-    """Return a plan for equal sequences with the micro-batches that a run forms, if they fit; omit idle pipelines."""
+    """Return a plan with the micro-batches that a run forms, if they fit; omit idle pipelines."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
     except Unsupported:

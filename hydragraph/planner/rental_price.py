@@ -50,7 +50,7 @@ class RentalPrices:
         return cls(cluster, per_hour)
 
     def check_budget(self, budget: float, lost: Collection[int] = ()) -> None:
-        """Check that a budget in dollars per hour pays for a node of which some rank is not lost.
+        """Check that a budget, in dollars per hour, pays for at least one node; `lost` ranks cost nothing.
 
         Raises:
             ValueError: the budget is not a number, or pays for no node.

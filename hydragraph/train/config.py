@@ -415,8 +415,8 @@ class ElasticConfig:
         monitor: measure the speed of every rank, and write to `events.jsonl` which ranks are slow, by how much and
             since when.
         replan: plan again in the background when ranks become slow or steps take longer or shorter than expected, and
-            switch if the new plan pays off; needs `strategies: auto`, or `plan` with `choose` and a profile, and
-            implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
+            switch if the new plan pays off; needs `strategies: auto` without `plan.cluster`, or `plan` with `choose`
+            and a profile, and implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
         dry_run: report decisions without switching.
         enter, leave: a rank becomes slow when it takes `enter` times as long as its peers, and recovers when it takes
             less than `leave` times as long.
@@ -645,8 +645,8 @@ class TrainConfig:
             self._set("plan", replace(self.plan, choose=True))
         if elastic.replan and not self.measures and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
-                "elastic.replan needs measured costs: set strategies: auto, or plan: {choose: true, profile: "
-                "profile.json} with a file that hydragraph profile wrote"
+                "elastic.replan needs measured costs: set strategies: auto without plan.cluster, or plan: {choose: "
+                "true, profile: profile.json} with a file that hydragraph profile wrote"
             )
         if elastic.dry_run and not self.replans:
             raise ValueError("elastic: dry_run has no effect without replan: also set replan, or leave dry_run out")

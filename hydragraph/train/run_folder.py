@@ -200,7 +200,7 @@ class RunFolder:
             return f"{self.path} was deleted, with its checkpoints"
         last = self.last()
         if last is None:
-            return "there is no checkpoint yet"
+            return "no checkpoint was saved yet"
         return f"the last checkpoint is {last.path}: continue with --resume"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hydragraph.commands.options import check_written, chosen_strategies, read_counts
+from hydragraph.commands.check import CheckOptions
+from hydragraph.commands.options import check_written, chosen_strategies, on_planned_devices, read_counts
+from hydragraph.train.config import TrainConfig
+from tests.commands.tiny import write
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,25 @@ def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Pa
         check_written("--output", tmp_path / "none" / "new.html")
     with pytest.raises(ValueError, match=r"--output .* is a directory: name the file to write"):
         check_written("--output", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster", "profile"),
+    [
+        ({}, "c.yaml", "p.json"),
+        ({"efficiency": 0.5}, "c.yaml", None),
+        ({"profile": "own.json"}, "c.yaml", "own.json"),
+        ({"cluster": Path("own.yaml")}, "own.yaml", None),
+        ({"devices": 4}, None, None),
+        ({"arch": "sm_90"}, None, None),
+        ({"memory": 8e9}, None, None),
+    ],
+)
+def test_devices_are_those_of_the_plan_unless_the_command_line_names_others(
+    options: dict[str, Any], cluster: str | None, profile: str | None, tmp_path: Path
+) -> None:
+    run = TrainConfig.load(write(tmp_path), ["plan={choose: true, cluster: c.yaml, profile: p.json}"])
+    found = on_planned_devices(CheckOptions(config=tmp_path, **options), run)
+    assert (found.cluster and str(found.cluster), found.profile) == (cluster, profile)
+    alone = TrainConfig.load(write(tmp_path), ["plan={choose: true, profile: p.json}"])  # may not be of H200s
+    assert on_planned_devices(CheckOptions(config=tmp_path), alone).profile is None

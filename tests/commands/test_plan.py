@@ -250,6 +250,12 @@ def test_a_budget_chooses_the_nodes_to_rent(uneven: Path) -> None:
     assert [each["devices"] for each in one["rented"]] == ["2 fast"]
     assert one["types"] == ["fast", "fast"]
     assert one["price"]["per_hour"] <= 4.5
+    written = plan_devices(uneven, *asked, "--budget", "4.5", "--output", "rented.yaml").stdout
+    printed = shlex.split(written.partition("hydragraph train config.yaml ")[2].splitlines()[0])
+    config = TrainConfig.load(uneven / "config.yaml", printed[1::2])
+    read = read_costs(config.plan, config.ranks)  # of the rented devices
+    assert isinstance(read, Costs)
+    assert list(read.cluster.types) == ["fast"]
     result = plan_devices(uneven, *asked, "--budget", "5")
     assert result.exit_code == 0, result.output
     assert "rent: 2 fast + 2 slow for $5 an hour: " in result.stdout

@@ -38,6 +38,9 @@ def test_nodes_with_devices_of_several_types_are_refused() -> None:
     cluster = hg.Cluster(tuple(replace(device, node=0) for device in devices), link, link)
     with pytest.raises(hg.Unsupported, match="the devices of node 0 have different types; list the devices of each"):
         hg.plan(priced.costs(6, cluster), WORK)
+    # On nodes of their own, types need no names.
+    apart = tuple(replace(device, type="", memory_bytes=10**9 + device.node) for device in devices)
+    hg.plan(Costs(priced.profile(6), hg.Cluster(apart, link, link)), WORK)
 
 
 def test_lost_devices_are_no_room() -> None:

@@ -185,7 +185,14 @@ def test_the_demo_is_a_config_for_four_ranks() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"elastic.replan": True}, "elastic.replan needs measured costs: set strategies: auto, or plan"),
+        (
+            {"elastic.replan": True},
+            "elastic.replan needs measured costs: set strategies: auto without plan.cluster, or",
+        ),
+        (
+            {"elastic.replan": True, "strategies": ["auto"], "plan": {"cluster": "c.yaml", "choose": True}},
+            "elastic.replan needs measured costs: set strategies: auto without plan.cluster, or",
+        ),
         ({"elastic.dry_run": True}, "elastic: dry_run has no effect without replan"),
         ({"elastic.monitor": "yes please"}, "elastic: monitor is 'yes please'"),
         ({"elastic.enter": 1.05}, "elastic: enter is 1.05, leave is 1.1: give 1 < leave < enter"),

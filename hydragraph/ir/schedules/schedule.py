@@ -278,7 +278,7 @@ class Schedule:
     def begins(
         self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[int]] | None = None
     ) -> list[list[int]]:
-        """Return the time at which each action begins; a deadlocked row ends before its stuck action.
+        """Return when each action begins; the row of a deadlocked stage ends before the action that never begins.
 
         Args:
             lengths: length of each row's actions; default: 1.

@@ -14,7 +14,7 @@ from itertools import islice, product
 
 import numpy as np
 
-from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
+from hydragraph.cost.compiled_replay import replay, scratch_of
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.stage_costs import StageCost
 from hydragraph.errors import Unsupported
@@ -54,7 +54,7 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 
 
 def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Return an approximate best assignment of equal sequences, by the formula of this module."""
+    """Return an approximate best assignment by the formula above."""
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
@@ -108,7 +108,7 @@ class _Ends:
         self._kind = kind
         self._length = length
         self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        self._rows = np.zeros((0, len(pipeline.stage_costs), PARTS))  # by number of sequences
+        self._rows: dict[int, list[list[float]]] = {}  # by number of sequences
 
     def at(self, n: int) -> tuple[float, tuple[int, ...]]:
         if n not in self._known:
@@ -128,17 +128,18 @@ class _Ends:
         return best[0], best[2]
 
     def _end(self, sizes: tuple[int, ...]) -> float:
-        largest = max(sizes)
-        if largest > self._kind.most:
+        if max(sizes) > self._kind.most:
             return math.inf
         stages = self._pipeline.stage_costs
-        if largest >= len(self._rows):
-            rows = [stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
-            self._rows = np.concatenate([self._rows, np.array(rows)])
+        different = sorted(set(sizes))
+        for size in different:
+            if size not in self._rows:
+                self._rows[size] = stage_rows(stages, (self._length,) * size)
+        rows = np.array([self._rows[size] for size in different])
         count = len(sizes)
         table = table_of(self._pipeline.schedule, self._pipeline.rows or len(stages), count)
-        order = np.array(sizes, np.int64)
-        return float(replay(table, len(stages), self._rows, order, count, scratch_of(len(stages), count)))
+        order = np.searchsorted(different, sizes)
+        return float(replay(table, len(stages), rows, order, count, scratch_of(len(stages), count)))
 
 
 def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:

@@ -464,7 +464,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return the maximum by which `one` can cost more than `other` through t, o and g, whatever stages follow."""
+    """Return the maximum additional cost of `one` over `other` through t, o and g, for any following stages."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
