@@ -37,15 +37,23 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5, published=True),
         "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.615, host_bytes_per_s=PCIE_5, published=True),  # HBM2e
         "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.615, host_bytes_per_s=PCIE_5),
+        "h100-nvl": Datasheet(835e12, 94e9, 3.9e12, 0.615, host_bytes_per_s=PCIE_5),
+        "h800": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5),
+        "h20": Datasheet(148e12, 96e9, 4.0e12, host_bytes_per_s=PCIE_5),
         "h200": Datasheet(989e12, 141e9, 4.8e12, 0.615, host_bytes_per_s=PCIE_5),
         "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5),
+        "a800": Datasheet(312e12, 80e9, 2.039e12, 0.795),
         "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published=True),
         "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3),
         "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published=True),
         "l4": Datasheet(121e12, 24e9, 0.3e12, 0.4),
+        "l40s": Datasheet(362e12, 48e9, 0.864e12),
+        "a10": Datasheet(125e12, 24e9, 0.6e12),
         "a10g": Datasheet(70e12, 24e9, 0.6e12),
         "rtx-3090": Datasheet(71e12, 24e9, 0.936e12, 0.795),
         "rtx-4090": Datasheet(165e12, 24e9, 1.008e12, 0.795),
+        "rtx-5090": Datasheet(209e12, 32e9, 1.792e12, 0.795, host_bytes_per_s=PCIE_5),
+        "rtx-a6000": Datasheet(155e12, 48e9, 0.768e12, 0.795),
         "mi300x": Datasheet(1307e12, 192e9, 5.3e12, 0.45, host_bytes_per_s=PCIE_5),
     }
 )
@@ -57,3 +65,11 @@ def known(flops_per_s: float, memory_bytes_per_s: float) -> Datasheet | None:
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):
             return sheet
     return None
+
+
+def sheet_of(gpu: str) -> Datasheet | None:
+    """Return the datasheet of a GPU by its driver's name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
+    words = set(gpu.lower().replace("-", " ").split())
+    # Drivers do not write "SXM" as a word. Of several matches, the one with most words is the most specific.
+    matches = [name for name in KNOWN if set(name.split("-")) - {"sxm"} <= words]
+    return KNOWN[max(matches, key=lambda name: len(words & set(name.split("-"))))] if matches else None
