@@ -28,7 +28,7 @@ def attributes(
     return sorted(where), find, names
 
 
-# Names are imported on first use, so that `import hydragraph.spec` does not import torch; type checkers read
+# Names are imported on first use, so that `import hydragraph.spec` does not import torch. Type checkers read
 # __init__.pyi.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph",

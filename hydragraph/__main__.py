@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while its modules are imported ends it without a traceback."""
+    """Run the command line. Ctrl-C prints no traceback, even during imports."""
     codes: list[object] = []
     atexit.register(_end_at_once, codes)
     try:
@@ -22,9 +22,9 @@ def main() -> None:
 
 
 def _end_at_once(codes: list[object]) -> None:
-    """End the process after its other exit handlers, unless it trained: callbacks may have open files.
+    """Exit after all other exit handlers, without the interpreter's final garbage collection.
 
-    After an import of PyTorch, the interpreter would collect garbage for more than a second.
+    With PyTorch, that takes more than a second. After training, exit normally, because callbacks may have open files.
     """
     for code in codes:
         if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:

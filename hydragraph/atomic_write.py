@@ -32,6 +32,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def save_figure(figure: Any, path: Path, kind: str = "png") -> None:
-    """Write a matplotlib figure to a file atomically."""
     with whole_file(path) as file:
         figure.savefig(file, dpi=120, format=kind)

@@ -1,6 +1,6 @@
-"""Command line: the commands, and the conversion of an error into one sentence and an exit code.
+"""Command line, which reports each error as one sentence and an exit code.
 
-Commands import modules only when they run, so that `--help` is fast.
+Each command imports its modules only when it runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hydragraph.commands.options import check_written
 from hydragraph.errors import EndedElsewhere, RankFailure, Unreachable
 from hydragraph.version import __version__
 
-# Exit codes of a user's mistake and of a failed run.
+# Exit codes for a user's mistake and for a failed run.
 _MISTAKE, _FAILED = 2, 1
 
 _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
@@ -121,14 +121,14 @@ def _check_picture(path: Path | None) -> None:
     if find_spec("matplotlib") is None:
         raise ImportError("--picture needs matplotlib: pip install matplotlib, or omit --picture")
     if path.suffix.lower() != ".png":
-        raise ValueError(f"--picture {path}: pictures are PNG files: name it {path.with_suffix('.png')}")
+        raise ValueError(f"--picture {path}: only PNG files can be written: use {path.with_suffix('.png')}")
 
 
 @contextmanager
 def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     """Turn errors into one sentence and an exit code; with --debug, also print the traceback."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    # The check of the model logs one line even without --log-level.
+    # Without --log-level, only the model check logs at level INFO.
     logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
     try:
         if log_level is not None:
@@ -153,7 +153,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
             log.show(None)
 
 
-# Messages that replace the system's error texts for paths that the user named.
+# Messages that replace the operating system's error texts about paths.
 _PATHS: dict[type[Exception], str] = {
     FileExistsError: "this path already exists: name another path",
     FileNotFoundError: "the file or directory does not exist: correct the path",
@@ -166,7 +166,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _said(error: Exception) -> str:
-    """Return the text of an error, with a remedy if the system rejected a path or has no space."""
+    """Return an error's text, with a remedy if a path was rejected or the disk is full."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL:
         return f"{error}: free disk space, or write elsewhere"

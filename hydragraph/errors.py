@@ -36,13 +36,13 @@ def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
 
 
 class RankFailure(RuntimeError):  # noqa: N818
-    """Error of a collective call during which a rank failed; no update was applied.
+    """Error raised if a rank fails during a collective call. No update was applied.
 
     Args:
         rank: the rank that failed first.
         instruction: the text of the instruction or call in which the rank failed, or "".
         error: the exception that the rank raised, or how its process ended.
-        host: host name of the failed rank, or ""; the message omits the name of the current host.
+        host: host name of the failed rank, or "". The message omits the name if it is this host's.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -59,10 +59,10 @@ class RankFailure(RuntimeError):  # noqa: N818
 
 
 class Stopped(RuntimeError):  # noqa: N818
-    """Error of a step that no rank began, because a rank was asked to stop; all ranks can still save.
+    """Error raised before a step begins, if a rank was asked to stop. All ranks can still save.
 
     Args:
-        reason: a number, such as that of the signal; the largest if ranks have different ones.
+        reason: a number, such as a signal's; the largest if ranks have different reasons.
     """
 
     def __init__(self, reason: int) -> None:
@@ -74,7 +74,7 @@ class Stopped(RuntimeError):  # noqa: N818
 
 
 class TooFewRanks(RuntimeError):  # noqa: N818
-    """Error if too few ranks remain to continue; they have the complete state and can save it."""
+    """Error raised if too few ranks remain to continue. The remaining ranks can save the complete state."""
 
     def __init__(self, why: str, remedy: str = "save it, and continue from it with more ranks") -> None:
         super().__init__(f"{why}; the state is complete: {remedy}")
@@ -86,8 +86,8 @@ class TooFewRanks(RuntimeError):  # noqa: N818
 
 
 class Unreachable(RuntimeError):  # noqa: N818
-    """Error if ranks of two hosts cannot connect to each other; it names the addresses that were tried."""
+    """Error raised if ranks of two hosts cannot connect. The message names the addresses that were tried."""
 
 
 class EndedElsewhere(RuntimeError):  # noqa: N818
-    """Error if another machine ended the run; the message gives the reason."""
+    """Error raised if another machine ended the run. The message gives the reason."""

@@ -2,9 +2,9 @@
 
     [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
-INFO is for events that happen a few times in a run, DEBUG for events that can happen in every step. Lines are
-shown by `--log-level` on the command line, by `show` in a script (ranks of `hydragraph.launch` inherit this), or by
-handlers with a `RankFilter`. Long operations report progress to `doing`, which calls the functions given to `hearing`.
+INFO is for events that happen a few times in a run, DEBUG for events that can happen in every step. `--log-level` on
+the command line, `show` in a script, and handlers with a `RankFilter` show the lines. `show` also applies to ranks of
+`hydragraph.launch`. Long operations report progress to `doing`, which calls the functions registered with `hearing`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def doing(what: str, done: int = 0, of: int = 0) -> None:
     """Report this process's current activity to the functions that `hearing` has registered.
 
     Args:
-        done: number of the part that begins now, counted from 1; 0: unknown.
-        of: number of parts; 0: unknown.
+        done: index of the part that begins now, from 1; 0 if unknown.
+        of: number of parts; 0 if unknown.
     """
     for hear in _hearers:
         hear(what, done, of)
@@ -71,7 +71,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Filter that adds `rank` (None before joining), `ranks`, `step` and `where`, a text of these three, to records."""
+    """Filter that adds `rank`, `ranks`, `step`, and their text `where` to records; `rank` is None before joining."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""
@@ -101,7 +101,7 @@ def show(level: str | int | None = "info") -> None:
     """Write the library's log lines to stderr, each with its rank and step, also on ranks that `launch` starts later.
 
     Args:
-        level: the lowest level that is shown, by name or number; None: stop writing.
+        level: the lowest level to show, as a name or number; None: stop writing.
 
     Raises:
         ValueError: the level is unknown.

@@ -182,7 +182,7 @@ class Laboratory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes our child, to be seen
-        shared = ["transformers.models.llama.modeling_llama", "hydragraph.train.loop", "hydragraph.train.terminal"]
+        shared = ["transformers.models.llama.modeling_llama", "hydragraph.train.loop", "hydragraph.train.progress_line"]
         multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *shared, "tests.struck"])
         terminal = os.dup(2)
         with (folder / "ranks").open("ab") as file:

@@ -30,6 +30,12 @@ class Ready:
         program = hg.capture(model, dtype=dtype, **capturing)
         return Ready(model, hg.precompile(program, [hg.Strategy.parse(text, program.layers) for text in strategies]))
 
+    def with_scores(self, *entropies: bool) -> Ready:
+        """Compile also what computes scores, without (False) or with (True) entropies, for the same strategies."""
+        for entropy in entropies:
+            self.variants.scoring(entropy).compile(tuple(self.variants.strategies))
+        return self
+
     def executable(self, given: Choices, optimizer: OptimizerFactory | None = None, **options: Any) -> hg.Executable:
         """Compile without capturing anew."""
         return hg.compile(self.model, given, optimizer, device="cpu", program=self.variants.program, **options)

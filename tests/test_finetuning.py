@@ -129,7 +129,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path) -> None:
     for arguments, sentence in (
         ((tmp_path / "none", "--to", tmp_path / "to"), "is not a directory: name the output folder of a run"),
         ((tmp_path, "--to", tmp_path / "to"), "has no config.yaml, so it is not a run"),
-        ((tmp_path, "--to", tmp_path / "to", "--step", "x"), "--step 'x': give a checkpoint"),
+        ((tmp_path, "--to", tmp_path / "to", "--step", "x"), "--step 'x': name a checkpoint"),
         ((tmp_path, "--to", tmp_path / "to", "--dtype", "int8"), "--dtype 'int8': use float32, bfloat16 or float16"),
     ):
         done = run("export", *arguments)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_statements import import_statements
+
 ROOT = Path(__file__).parents[1]
 
 # Source file -> (test file, what it sees of it), sorted.
@@ -87,6 +89,7 @@ ELSEWHERE = {
     "engine/step_report.py": ("engine/test_api.py", "reports of steps"),
     "engine/strategy_selector.py": ("engine/test_candidate_strategies.py", "choices that ranks follow"),
     "engine/weight_export.py": ("engine/test_api.py", "state dicts and weights by bucket"),
+    "frontend/buckets.py": ("frontend/test_capture.py", "buckets of tied, frozen and unused parameters"),
     "frontend/check/eager_and_captured.py": ("frontend/check/test_numeric_check.py", "both sides of a comparison"),
     "frontend/check/passed_checks.py": (
         "frontend/check/test_check_once.py",
@@ -140,6 +143,7 @@ ELSEWHERE = {
     "runtime/pending_work.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/shard_boxes.py": ("checkpoint/test_dcp_planners.py", "boxes of parameters"),
     "spec/pipeline.py": ("spec/test_strategy.py", "stages and pipelines"),
+    "spec/schedule_names.py": ("ir/schedules/test_schedule_kinds.py", "every name has a schedule"),
     "train/config_overrides.py": ("train/test_config.py", "overrides, and what differs from an earlier config"),
     "train/run_saving.py": ("train/test_loop.py", "checkpoints, and what a missing package costs"),
     "train/step_reporting.py": ("train/test_loop.py", "what is logged, and what a missing package costs"),
@@ -186,10 +190,10 @@ def imported(module: str) -> frozenset[str]:
     path, stub = modules()[module], modules()[module].with_suffix(".pyi")
 
     def names() -> Iterator[str]:
-        for node in ast.walk(ast.parse((stub if stub.exists() else path).read_text())):
+        for node in import_statements(stub if stub.exists() else path):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif node.module:
                 yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
     return frozenset(name for name in names() if name in modules())

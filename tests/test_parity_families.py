@@ -79,7 +79,8 @@ class Family:
 FAMILIES = {
     **{n: Family(MODELS[n], strategies=tuple(CUT)) for n in ("opt", "gemma")},
     **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
-    "mixtral": Family(MODELS["mixtral"], strategies=tuple(EXPERTS)),
+    "mixtral": Family(MODELS["mixtral"], strategies=("<[0,1]x1sr,[2]x1>",)),
+    "mixtral in two pipelines": Family(MODELS["mixtral"], strategies=tuple(EXPERTS)),
     "qwen3_5": Family(lambda: randomised(build("qwen3_5_text")[0]), strategies=tuple(EXPERTS)),  # linear attention
     "llama4": Family(lambda: llama4(layers=3), strategies=("<[0,1]x2s,[2]x1>", "<[2,0]x3r> + <[1]x3>"), layers=3),
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),

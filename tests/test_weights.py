@@ -6,13 +6,14 @@ from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hydragraph as hg
-from tests.models import gpt2, mixtral, randomised, sequences
+from tests.models import gpt2, llama, mixtral, randomised, sequences
 from tests.ready import Ready
 from tests.test_peft import adapted
 from tests.thorough import first
@@ -97,7 +98,10 @@ def test_a_module_of_ones_own_keeps_its_names_and_a_loop_must_end_before_the_nex
 
 
 def test_several_adapters_are_refused() -> None:
-    exe = hg.compile(adapted(several=True), "<tp1,pp1>")
+    model = peft.get_peft_model(llama(layers=1), peft.LoraConfig(target_modules=["up_proj"]))
+    model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    exe = hg.compile(model, "<tp1,pp1>")
     with pytest.raises(hg.Unsupported, match=r"a peft model with several adapters \(default, second\)"):
         exe.weights()
     exe.close()

@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
-Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam). A Python
-process that exits normally waits for the thread, which is not a daemon.
+Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam). The
+thread is not a daemon, so Python waits for it before a normal exit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Saver:
-    """Saves checkpoints of one rank in the background; all ranks call the methods in the same order."""
+    """Saves one rank's shards in the background; all ranks must call the methods in the same order."""
 
     _world: World
     _timeout: timedelta
@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed and its error has not been raised yet; may differ between ranks."""
+        """Whether a save failed on this rank and its error has not been raised yet."""
         return self._error is not None
 
     def start(
@@ -49,7 +49,7 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Wait for an earlier save, copy the state and start writing; arguments are as for `save_and_load.save`."""
+        """Wait for an earlier save, copy the state and start writing; see `save_and_load.save` for the arguments."""
         self.wait()
         if self._groups is None:
             world = replace(self._world, backend="gloo")  # only Python objects are sent
@@ -65,7 +65,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last save is complete; if it failed, raise its error once, on every rank."""
+        """Wait until the last save is complete; if it failed, raise the error (only once)."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

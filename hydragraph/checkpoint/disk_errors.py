@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes that `refusal` writes; a disk with less space counts as full
+_PROBE = 4 << 20  # bytes that `refusal` writes; a disk with less free space counts as full
 
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Convert write errors in this block to an OSError with the cause and the path `shown`.
+    """Convert write errors in this block to an OSError that states the cause and the path `shown`.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """
@@ -32,7 +32,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
 
 
 def refusal(directory: Path) -> OSError | None:
-    """Return the error that writing to a directory raises, or None."""
+    """Write a test file to a directory, and return the error, if any."""
     path = directory / f".probe.{os.getpid()}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -40,7 +40,7 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        while left:  # when the disk fills up, a write returns a smaller count
+        while left:  # if the disk fills up, `write` returns a smaller count
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)
     except OSError as error:

@@ -12,7 +12,7 @@ from hydragraph.checkpoint.optimizer_state import Plain, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Serialize the entry; `parts`: each rank's part of the optimizer's unsharded state."""
+    """Serialize the entry, given each rank's part of the optimizer's unsharded state (`parts`)."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
     states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
@@ -28,7 +28,7 @@ def encoded(what: str, value: object) -> bytes:
     except Exception as error:
         raise ValueError(
             f"checkpoint: {what} is not plain data ({type(error).__name__}): use numbers, strings, tensors, and lists,"
-            " tuples and dictionaries of them; turn NumPy arrays into tensors"
+            " tuples or dictionaries of these; convert NumPy arrays to tensors"
         ) from error
     return buffer.getvalue()
 

@@ -13,7 +13,7 @@ from hydragraph.cluster.communicators import Groups
 
 FORMAT = 1
 MARKER = "complete.json"
-METADATA = ".metadata"  # index of all entries, by torch.distributed.checkpoint (DCP)
+METADATA = ".metadata"  # torch.distributed.checkpoint (DCP)'s index of all entries
 
 
 class Damaged(ValueError):  # noqa: N818
@@ -88,7 +88,7 @@ def is_whole(path: Path) -> bool:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check the hashes of all files; the ranks `sharing` this copy divide the work. Damaged is raised on all ranks."""
+    """Check the hashes of all files, divided among the ranks `sharing` this copy; raise Damaged on all ranks."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]
@@ -113,7 +113,7 @@ def check_model(
     if optimizer is not None and manifest.optimizer != optimizer:
         raise ValueError(
             f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
-            f" {optimizer}: use the optimizer of the saved run, or no optimizer to load only weights"
+            f" {optimizer}: use the saved run's optimizer, or no optimizer to load only weights"
         )
 
 

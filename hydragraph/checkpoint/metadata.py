@@ -1,4 +1,4 @@
-"""Safe reader of a checkpoint's metadata, a pickle that could otherwise run any code."""
+"""Safe reader of a checkpoint's metadata, which is a pickle and could otherwise run any code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class Reader(FileSystemReader):
-    """Reader of a checkpoint's directory, whose metadata may name only `files`."""
+    """Reader of a checkpoint directory whose metadata may name only `files`."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)

@@ -22,7 +22,7 @@ class Plain:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        scalars: parameter -> state -> value; a rank has only parameters that it owns at least partly.
+        scalars: parameter -> state -> value, for parameters that the rank owns at least partly.
     """
 
     groups: list[list[str]]
@@ -55,7 +55,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
-    """Merge the parts of all ranks; a parameter's owners must have equal scalars."""
+    """Merge the parts of all ranks; all owners of a parameter must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():
@@ -96,8 +96,8 @@ def restore(
         moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
             f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer has"
-            f" {len(groups)}; they differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with the"
-            " saved groups"
+            f" {len(groups)}; the groups differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer"
+            " with the saved groups"
         )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(

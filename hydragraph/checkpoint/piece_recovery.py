@@ -29,7 +29,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # number of windows that are read ahead of their exchange
+_AHEAD = 3  # number of windows to read before they are exchanged
 _READERS = 4
 
 
@@ -59,12 +59,12 @@ def recover(
     """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
 
     Args:
-        chunk: bytes that all ranks together exchange at a time.
-        least: earliest step to accept; all ranks return None if no complete checkpoint is as recent.
+        chunk: bytes that all ranks together read ahead or exchange at a time.
+        least: earliest step to accept; if all complete checkpoints are older, return None.
 
     Raises:
-        ValueError: on all ranks: no checkpoint is complete, and `least` is None; the message describes the newest
-            incomplete checkpoint.
+        ValueError: on all ranks, if no checkpoint is complete and `least` is None; the message describes the newest
+            checkpoint.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
@@ -131,7 +131,7 @@ def _read(
             received += _exchange(reading, window, data, groups)
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
     sizes = {tier: sum(reading.bytes_of(f) for f in plan if f.reader == rank and f.tier is tier) for tier in Tier}
-    sizes_text = ", ".join(f"{size / 1e6:.1f} MB of {tier.name.lower()}" for tier, size in sizes.items())
+    sizes_text = ", ".join(f"{size / 1e6:.1f} MB from {tier.name.lower()}" for tier, size in sizes.items())
     _LOG.info(
         "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks",
         kept.step,
@@ -191,7 +191,7 @@ class _PieceReader:
             self.fill(fetch, self.read(fetch))
 
     def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
-        """Yield (parameter, lo, hi, column, dtype) for each interval of a fetch, in the order of sending."""
+        """Yield (parameter, lo, hi, column, dtype) for each interval of a fetch, in sending order."""
         bucket = self.buckets[fetch.piece.bucket]
         for name, low, high, start in parameters_within(bucket, fetch.lo, fetch.hi):
             for column, dtype in self.columns[name].items():
@@ -201,7 +201,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return the bytes of a fetch as a 1-D CPU tensor; record an unreadable piece."""
+        """Read a fetch as a 1-D CPU tensor of bytes; if the piece is unreadable, record this."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:

@@ -1,10 +1,10 @@
-"""Choice of the rank that reads each piece of a checkpoint, and of the storage that the rank reads.
+"""Choice of the rank that reads each piece of a checkpoint, and of the place that the rank reads from.
 
-    the piece is             it is read by                                   once per
-    in memory on the node    a rank that has it                              rank that has and needs it, else node
-    on the node's disk       a rank of the node that needs it                node
-    on another node          a rank of that node, from memory before disk    node that needs it
-    only in the store        a rank that needs it                            node
+    place of the piece    reader                                         one read per
+    memory of the node    a rank that has the piece                      rank that has and needs it, else node
+    disk of the node      a rank of the node that needs it               node
+    another node          a rank of that node, from memory before disk   node that needs it
+    only the store        a rank that needs it                           node
 
 The reader sends the piece to the node's other ranks that need it. Among equally near readers, the rank with the least
 to read is chosen.
@@ -47,7 +47,7 @@ class PiecePlace:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Elements [lo, hi) of a bucket that rank `reader` reads for the ranks `receivers` (ascending)."""
+    """A read of elements [lo, hi) of a bucket by rank `reader`, for the ranks `receivers` (ascending)."""
 
     reader: int
     tier: Tier
@@ -78,10 +78,10 @@ def fetch_plan(
     for piece in sorted(places):
         by_bucket.setdefault(piece.bucket, []).append(piece)
     plan: list[Fetch] = []
-    open_at: dict[tuple[object, ...], int] = {}  # index of a read that may be extended
+    open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of a read that may be extended
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
-        # Elements between two marks are needed by the same ranks, and are in the same pieces.
+        # All elements between two marks are in the same pieces, and needed by the same ranks.
         marks = {*layout.lo.tolist(), *layout.hi.tolist(), *(edge for piece in pieces for edge in (piece.lo, piece.hi))}
         for lo, hi in pairwise(sorted(marks)):
             needing = tuple(sorted(set(layout.rank[(layout.lo <= lo) & (hi <= layout.hi)].tolist())))
@@ -111,7 +111,7 @@ def _fetches(
         for place in places:
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
-    reads: dict[int, list[int]] = {}  # reader -> ranks for which it reads
+    reads: dict[int, list[int]] = {}  # reader -> ranks that receive its data
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
@@ -123,15 +123,15 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # For the node's disk or the store, prefer a rank that needs the data.
+            # Prefer a rank that needs the data for reads from the node's disk or the store.
             helps = rank not in receivers if tier is not Tier.MEMORY and (near or tier is Tier.STORE) else False
             return (tier is Tier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 
         reader = min(reach, key=cost, default=None)
         if reader is None:
             raise ValueError(
-                f"elements [{lo}, {hi}) of bucket {bucket}, which rank {receivers[0]} needs, are in no memory, on no"
-                " disk and not in the store: also keep checkpoints in a store, or keep more copies of the state"
+                f"no memory, disk or store holds elements [{lo}, {hi}) of bucket {bucket}, which rank {receivers[0]}"
+                " needs: also keep checkpoints in a store, or keep more copies of the state"
             )
         reads.setdefault(reader, []).extend(receivers)
     for reader, receivers in reads.items():

@@ -1,10 +1,10 @@
-"""Checkpoints of the weights and optimizer state of all ranks, which any number of ranks can load.
+"""Checkpoints of all ranks' weights and optimizer state, which any number of ranks can load.
 
-A checkpoint is a directory that torch.distributed.checkpoint (DCP) writes, and that DCP's tools can read. The entries
-are unsharded tensors: each parameter under its name, and each elementwise optimizer state under
-`optimizer.{state}.{parameter}`. One more entry has the hyperparameters, step counts and the caller's `extra`.
+A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP). The entries are unsharded tensors: each
+parameter under its name, and each elementwise optimizer state under `optimizer.{state}.{parameter}`. Another entry
+holds the hyperparameters, the step counts and the caller's `extra`.
 
-All ranks call `save` and `load` together, and an error on one rank is raised on all ranks.
+All ranks must call `save` and `load` together; an error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from hydragraph.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
-ENTRY = "hydragraph"  # the entry that is not a tensor
-BUFFERS = "buffers"  # key in `extra` of the persistent buffers, by name
+ENTRY = "hydragraph"  # name of the non-tensor entry
+BUFFERS = "buffers"  # key of the persistent buffers in `extra`
 
 
 def save(
@@ -62,10 +62,10 @@ def save(
     Args:
         path: a directory visible to all ranks; replaced only if it is a checkpoint or empty.
         optimizer: None saves only weights.
-        extra: numbers, strings, tensors and containers of them; rank 0's are saved.
+        extra: numbers, strings, tensors and containers of these; only rank 0's are saved.
 
     Raises:
-        ValueError: on all ranks: `path` is unsuitable, or a value cannot be stored.
+        ValueError: on all ranks, if `path` is unsuitable or a value cannot be stored.
         OSError: this rank cannot write to `path`.
         RankFailure: another rank failed while writing.
     """
@@ -98,7 +98,7 @@ class PendingCheckpoint:
 def prepare(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> PendingCheckpoint:
-    """Check that a checkpoint can be saved, and create its scratch directory; arguments are as for `save`.
+    """Check that a checkpoint can be saved, and create a scratch directory; see `save` for the arguments.
 
     The result refers to the state and does not copy it.
     """
@@ -160,7 +160,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
     Raises:
         Damaged: a file is missing or has changed since it was written; other ranks may raise a plain ValueError.
-        ValueError: on all ranks: the checkpoint is missing, incomplete, or of another model or optimizer.
+        ValueError: on all ranks, if the checkpoint is missing, incomplete, or of another model or optimizer.
     """
     what = f"load checkpoint {path}"
     path = Path(path)
@@ -190,7 +190,7 @@ def read_steps(path: Path) -> int:
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Perform DCP's save over `groups` instead of the default process group."""
+    """Save with DCP, but communicate over `groups` instead of the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)

@@ -13,7 +13,7 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Create a file that other ranks look for, with a name that no host has cached."""
+    """Create a file that other ranks look for, with a new name that no host has cached."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark
@@ -46,7 +46,7 @@ def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
 
 
 def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
-    """Return the ranks that read this rank's copy of a checkpoint, ascending."""
+    """Return the ranks, ascending, that read the same copy of a checkpoint as this rank."""
     seen = together(groups, what, lambda: _identity(path / MARKER))
     return tuple(rank for rank, identity in enumerate(seen) if identity == seen[groups.world.rank])
 

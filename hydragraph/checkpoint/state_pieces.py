@@ -1,10 +1,10 @@
-"""Checkpoints in pieces, stored in several places: memory, a disk of the node, and a store.
+"""Checkpoints in pieces, stored in host memory, on the node's disk, and in a store for all nodes.
 
-A piece is one rank's interval of a bucket in all columns (weights and per-element optimizer state), in a safetensors
-file:
+A piece is a safetensors file with one rank's interval of a bucket, in all columns (weights and per-element optimizer
+state):
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements
-    step-40.a-9f2c/common.pt                      step counts of parameters, hyperparameters, the caller's extra
+    step-40.a-9f2c/common.pt                      step counts, hyperparameters, the caller's extra
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
-_HEAD = 8  # number of bytes that store the header's length
+_HEAD = 8  # bytes of the field with the header's length
 
 
 @dataclass(frozen=True, order=True)
@@ -44,7 +44,7 @@ class Kept:
     """A checkpoint in pieces.
 
     Attributes:
-        series: the run's name and random digits; changes when training returns to an earlier step.
+        series: the run's name and random digits, which change when training returns to an earlier step.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Kept:
 
 
 class Shelf(Protocol):
-    """Storage for files by name; a file is complete or absent."""
+    """Storage for named files, each of which is either complete or absent."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -79,8 +79,6 @@ class Shelf(Protocol):
 
 @dataclass
 class MemoryShelf:
-    """Files in this process's memory."""
-
     files: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, name: str, data: bytes) -> None:
@@ -186,9 +184,9 @@ class Pieces:
     Args:
         disk: a directory shared by this node's ranks.
         store: a path or fsspec URL ("s3://bucket/run") for all nodes.
-        keep: number of checkpoints to keep; one complete checkpoint is always kept.
+        keep: number of newest checkpoints to keep, at least one of which is complete.
         run: name of this run, in lower-case letters and digits. Pieces of other runs are not read, and are eventually
-            deleted. "": read the pieces of all runs.
+            deleted. If empty, the pieces of all runs are read.
     """
 
     def __init__(
@@ -235,7 +233,7 @@ class Pieces:
 
     @property
     def written(self) -> Mapping[Tier, Kept]:
-        """Last checkpoint that this rank wrote to each place."""
+        """For each place, the last checkpoint that this rank wrote."""
         return dict(self._written)
 
     def put(
@@ -252,9 +250,9 @@ class Pieces:
         """Copy this rank's state to CPU memory, and write it to all places in the background.
 
         Args:
-            columns: dtypes of every parameter's columns.
-            without: places to skip because they are `busy` on some rank; the same on all ranks.
-            whole: last checkpoint that all ranks have written, by place.
+            columns: each parameter's columns and their dtypes.
+            without: places to skip because they are `busy` on some rank; must be equal on all ranks.
+            whole: for each place, the last checkpoint that all ranks have written.
             tidies: whether this rank deletes old checkpoints from the store; one rank is enough.
         """
         self.last = kept
@@ -276,7 +274,7 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints; in the store, only if `store` is true."""
+        """Wait for pending writes, then delete all checkpoints, in the store only if `store` is true."""
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
@@ -287,7 +285,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
-        """List this run's pieces in a place, even unreadable ones; skip checkpoints that have no `common.pt` there."""
+        """List this run's pieces in a place, even unreadable ones; skip checkpoints without `common.pt`."""
         by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
@@ -307,7 +305,7 @@ class Pieces:
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
     def reader(self, tier: Tier, kept: Kept, piece: StatePiece, whole: bool) -> PieceFile:
-        """Open a piece; `whole`: the caller will read the whole piece."""
+        """Open a piece; `whole` is true if the caller will read the whole piece."""
         return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
     def _join(self) -> None:
@@ -365,7 +363,7 @@ class Pieces:
 
 
 class PieceFile:
-    """Random access to a piece; `whole`: load the whole piece immediately."""
+    """Random access to a piece; if `whole`, the whole piece is loaded immediately."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf
@@ -406,7 +404,7 @@ class PieceCopy:
     """Copy of one rank's interval of a bucket.
 
     Attributes:
-        firsts: parameter -> index, within the parameter, of the first element in the interval.
+        firsts: parameter -> index of its first element in the interval.
     """
 
     piece: StatePiece

@@ -1,4 +1,4 @@
-"""The default process group, and the additional group for objects."""
+"""The default process group, and an additional group for objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the process group for objects, which are sent as CPU tensors; None: the default group.
+    """Return the process group that carries objects as CPU tensors, or None for the default group.
 
     All ranks call this together.
     """
@@ -47,7 +47,7 @@ def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
 
 
 def backend_of(devices: list[str | None]) -> str:
-    """Return the backend for ranks with these GPUs; NCCL rejects two ranks on one GPU."""
+    """Return "nccl" if every rank has its own GPU (NCCL rejects two ranks on one GPU), else "gloo"."""
     return "nccl" if None not in devices and len(set(devices)) == len(devices) else "gloo"
 
 

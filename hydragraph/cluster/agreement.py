@@ -16,13 +16,12 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """Ranks that exchange small picklable objects: a `World` or `Groups`."""
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank."""
+    def gather(self, value: T) -> list[T]: ...
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one rank as text; `users`: whether it is the caller's mistake."""
+    """Text of one rank's error; `users` is true if the caller made a mistake."""
 
     users: bool
     text: str
@@ -63,14 +62,14 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes an error as `sent` (picklable), raise each rank's `own` error, else the first error sent."""
+    """If any rank passes a picklable error as `sent`, raise each rank's `own` error, or else the first `sent` error."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)
 
 
 def from_first(world: World, make: Callable[[], T]) -> T:
-    """Call a function on rank 0; return its result, or raise its ValueError, on all ranks."""
+    """Call a function on rank 0, and return its result or raise its ValueError on all ranks."""
     outcome: T | ValueError | None = None
     if world.rank == 0:
         try:

@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Largest tensors that ranks exchange and add locally; for 16 B, this takes 0.1 ms, and gloo's all-reduce 0.7-2 ms.
+# Largest tensors that ranks exchange and add locally: for 16 B, this takes 0.1 ms; gloo's all-reduce takes 0.7-2 ms.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -40,7 +40,7 @@ class Started:
     """A collective that has been started.
 
     Attributes:
-        result: waits for the result and returns it; called once.
+        result: function that waits for the result and returns it; call it once.
         operands: tensors to keep alive until `result` has returned.
     """
 
@@ -52,7 +52,7 @@ class SumsProducts:
     """Mixin that splits a matrix product by rows, and all-reduces one piece while it computes the next."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
-        """Start to sum x @ w over pairs of `factors` x [T, K] and `weights` w [K, N], and over the stage's ranks."""
+        """Start to sum x @ w over pairs of x [T, K] in `factors` and w [K, N] in `weights`, and over the stage."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -104,10 +104,10 @@ def head_loss(
     smoothing: float = 0.0,
     classes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of a head, this rank's summand of the gradient of `hidden`, and the gradient of `weight`.
+    """Return a head's loss, this rank's term of the gradient of `hidden`, and the gradient of `weight`.
 
-    This rank's rows of the head begin at `start`. Ranks exchange three numbers per token; `rows`, the approximate rows
-    per rank, is equal on all ranks.
+    This rank holds the head's rows from `start`. Ranks exchange three numbers per token. `rows`, the approximate number
+    of rows per rank, is equal on all ranks.
     """
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)
@@ -117,7 +117,7 @@ def head_loss(
 def head_token_losses(
     collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and log-sum-exp of logits; this rank's rows of the head begin at `start`."""
+    """Return each token's loss and the log-sum-exp of its logits; `start` is as for `head_loss`."""
     return losses_of(hidden, weight, labels, ignored, rows, int(start), _exchange_of(collectives))
 
 
@@ -133,9 +133,9 @@ class Collectives(SumsProducts):
     new tensor. Reductions are bitwise equal on every rank. A `start_` method does not wait for its collective.
 
     Attributes:
-        ranks: ranks of the stage in tensor-parallel order, the order of shards.
+        ranks: the stage's ranks in tensor-parallel order, which is the order of shards.
         group: communicator of these ranks; None for a single rank.
-        native: use the backend's collectives for tensors of every size.
+        native: whether to use the backend's collectives for all tensor sizes.
     """
 
     ranks: tuple[int, ...]
@@ -198,7 +198,7 @@ class Collectives(SumsProducts):
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
         parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
-            # `_exchange` adds in a fixed order, and transfers no more bytes than gloo's reduce-scatter.
+            # `_exchange` adds in a fixed order, and sends no more bytes than gloo's reduce-scatter.
             return self._exchange(parts, _sum)
         assert self.group is not None
         # The process group's order is ascending; the stage's order may differ.

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 # Maximum peers in one grouped NCCL operation; NCCL allocates buffers for each peer.
 _GROUPED = 32
-# Size in bytes of the first message of `Groups.tell`, which starts with the content's length.
+# Bytes of the first message of `Groups.tell`, and of the content's length at its start.
 _TOLD = 1 << 14
 _LENGTH = 8
 
@@ -84,7 +84,7 @@ class Groups:
     For a single rank, collectives copy their input to their output and return None.
 
     Args:
-        watch: failure watch that ends waits when a rank fails. None: waits end at the timeout.
+        watch: failure watch that ends waits when a rank fails. Without it, waits end at the timeout.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -133,7 +133,7 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
-        # use_local_synchronization would give a group different names on different ranks if groups are irregular.
+        # With use_local_synchronization, ranks in different numbers of groups would give one group different names.
         # A group that is bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(
@@ -233,14 +233,14 @@ class Groups:
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start an all-gather of the ranks' `inp`, all of one shape, into `out`, in rank order along dim 0."""
+        """Start an all-gather of equally shaped `inp` into `out`, in rank order along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start a reduce-scatter of `inp`, in rank order along dim 0, into the ranks' `out`, all of one shape."""
+        """Start a reduce-scatter of `inp`, in rank order along dim 0, into equally shaped `out`."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
@@ -261,10 +261,10 @@ class Groups:
     def reduce_to_host(
         self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Reduce a tensor over all ranks and return the result in host memory, bitwise equal on every rank.
+        """Reduce a tensor over all ranks and return the result, bitwise equal on every rank, in host memory.
 
-        An aborted NCCL communicator raises no error, but its result is undefined. To detect this, the host checks the
-        watch after waiting, and every rank adds a mark to the tensor.
+        If NCCL's communicator is aborted, no error is raised, but the result is undefined. To detect this, the host
+        checks the watch after waiting, and every rank adds a mark to the tensor.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -290,7 +290,7 @@ class Groups:
         return values
 
     def tell(self, value: T) -> T:
-        """Return rank 0's small picklable value on every rank; rank 0 does not wait for others."""
+        """Return rank 0's small picklable value on every rank; rank 0 does not wait for the other ranks."""
         if self.world.ranks == 1:
             return value
         for message in self._told:
@@ -340,7 +340,7 @@ class Groups:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Start sending a contiguous tensor, which must not change until the message is complete.
 
-        gloo matches sends and receives by tag, NCCL by their order per pair of ranks and direction.
+        gloo matches sends and receives by tag; NCCL matches them in order, per sender and receiver.
         """
         leaving = tensor if self._staging is None else self._staging.outgoing(tensor)
         work = dist.isend(leaving, peer, self._direction(self.world.rank, peer), tag)
@@ -366,13 +366,13 @@ class Groups:
     # Tensor parallelism.
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
-        """Create missing communicators of stages; all ranks call this with the same list.
+        """Create the stages' missing communicators; all ranks call this with the same list.
 
         Args:
             rank_sets: ranks of every stage about to run, in tensor-parallel order.
 
         Returns:
-            The collectives of each set that includes this rank; they are valid until the next call.
+            The collectives of each set that includes this rank, valid until the next call.
         """
         # Stages with the same ranks, in any order, share a group.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
@@ -405,7 +405,7 @@ class Groups:
     # The end.
 
     def abort(self) -> None:
-        """Abort pending NCCL operations, from any thread; gloo's operations end when their sockets are closed."""
+        """Abort pending NCCL operations from any thread; gloo's operations end when their sockets are closed."""
         if self.world.backend == "nccl":
             abort_together(self._all())
 

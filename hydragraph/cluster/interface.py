@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface for gloo; None if gloo's default works, or no interface is found."""
+    """Return the interface for gloo, or None if gloo's default works or no interface is found."""
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
     if address == "localhost" or (address in resolved(address) and is_loopback(address)):

@@ -46,10 +46,10 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-_MOST = 1024  # processes of one host; each needs about 0.3 GB
+_MOST = 1024  # maximum processes per host; each needs about 0.3 GB
 _ASK_S = 5.0  # for one attempt to reach the launcher's store
 _REACHED_S = 300.0  # for all attempts to reach the launcher's store
-_ARRIVAL = timedelta(minutes=30)  # for all ranks to arrive
+_ARRIVAL = timedelta(minutes=30)  # time for all ranks to arrive
 
 # A fork takes 10 ms, but an import of torch takes seconds. On macOS, forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
@@ -72,7 +72,7 @@ class World:
         local_rank: rank within this host.
         backend: "nccl" if every rank has its own GPU, else "gloo".
         node: name of the node, whose ranks may be lost together.
-        objects: process group for objects; None: the default group.
+        objects: process group for objects, or None for the default group.
     """
 
     rank: int
@@ -99,7 +99,7 @@ def join(device: torch.device | str | None = None) -> World:
     """Join the default process group or the launcher's ranks; without either, run as a single rank.
 
     Args:
-        device: `cuda` without an index means this rank's GPU. None: a GPU if available.
+        device: `cuda` without an index means this rank's GPU; None means a GPU if available.
     """
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
@@ -151,7 +151,7 @@ def _device(asked: torch.device | str | None) -> torch.device:
     except RuntimeError:  # PyTorch's message lists every device type
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(asked)!r}: use cpu, or cuda for this rank's GPU")
+        raise ValueError(f"device {str(asked)!r}: use 'cpu', or 'cuda' for this rank's GPU")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(asked)!r}: PyTorch {torch.__version__} finds no GPU here: use cpu")
     return device
@@ -207,17 +207,18 @@ def launch(
     because ranks import the script. All processes have ended when the call returns.
 
     Args:
-        timeout: time limit of the whole run; None: no limit.
-        prepare: called once, in a separate process. The result, such as a tuple (model, program, result of
+        timeout: time limit of the whole run, or None.
+        prepare: function called once, in a separate process. The result, such as a tuple (model, program, result of
             `precompile`), becomes the first argument of `function`. Ranks map the result from one file,
             so they share the memory of weights until a rank changes them.
         relay: forwards stop requests to the ranks' processes.
-        elastic: continue when ranks are lost; `function` must call `hydragraph.survive` when a step raises an error.
-        nodes: machines of an elastic run, which this one leads; call `follow` on the others. `ranks` is
-            then the total of all machines.
+        elastic: settings for continuing when ranks are lost; `function` must call `hydragraph.survive` when a step
+            raises an error.
+        nodes: machines of an elastic run that this machine leads; call `follow` on the others. `ranks` is then the
+            total number of ranks.
 
     Returns:
-        The ranks' results, by rank; with `elastic`, only of the ranks that remain at the end.
+        The ranks' results, by rank; with `elastic`, only those of ranks that remain at the end.
 
     Raises:
         ValueError: a value cannot be pickled, or `ranks` is not positive.
@@ -233,8 +234,8 @@ def launch(
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     if ranks > _MOST:
         raise ValueError(
-            f"launch: ranks={ranks} would exhaust this machine: use at most {_MOST}, or start them on several machines "
-            "with torchrun"
+            f"launch: ranks={ranks} would exhaust this machine: use at most {_MOST}, or start ranks on several "
+            "machines with torchrun"
         )
     work = _pickled(function, args)
     context = starting(function, prepare)
@@ -254,7 +255,8 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
-        `nodes` for a `launch` that takes over the ranks here, if this machine was elected; None: the run has ended.
+        `nodes` for a `launch` that takes over the ranks here, if this machine was elected, or None if the run has
+        ended.
     """
     context = starting()
     if nodes.election is not None:

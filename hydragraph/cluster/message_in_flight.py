@@ -16,14 +16,11 @@ class Operation(Protocol):
     def wait(self) -> object:
         """Wait until the operation is complete; under NCCL, make the current stream wait."""
 
-    def is_completed(self) -> bool:
-        """Return whether the operation is complete."""
+    def is_completed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Works:
-    """Several pending operations, combined."""
-
     parts: tuple[Operation, ...]
 
     def wait(self) -> None:
@@ -39,7 +36,7 @@ class Message:
     """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        landed: called on the waiting stream after completion.
+        landed: function to call on the waiting stream after completion.
         kept: tensors that the operation still uses.
     """
 
@@ -49,12 +46,12 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether a wait would not block the host."""
+        """Whether a wait returns without blocking the host."""
         return self.work.is_completed()
 
 
 class Staging:
-    """Copies tensors to temporary host memory, page-locked for a GPU, and back."""
+    """Copies tensors to and from temporary host memory, which is page-locked for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

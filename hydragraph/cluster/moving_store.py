@@ -1,4 +1,4 @@
-"""A rank's clients of a store that moves to another machine when a new leader is elected.
+"""A rank's clients of a store that moves to a new leader's machine after an election.
 
 Each machine's supervisor writes the store's current address to a file. After a move, ranks write their values again.
 """
@@ -68,7 +68,7 @@ class MovingStore:
         return line
 
     def write(self, line: Line, key: str, value: str) -> None:
-        """Write a value, and remember it for later stores."""
+        """Write a value, and keep it to write to later stores."""
         with self._lock:
             self._written[key] = value
             line.store.set(key, value)

@@ -51,15 +51,15 @@ class OfferedFile:
 def once_per_machine(
     world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Return a function's result, computed by one rank of each machine; all ranks call this.
+    """Return a function's result, which one rank of each machine computes; all ranks call this.
 
     Args:
-        key: identifies the inputs; ranks with different keys compute different results.
+        key: text that identifies the inputs; ranks with different keys compute separate results.
         make: the function; every rank calls it if its result cannot be pickled.
 
     Raises:
-        Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`, else
-        a RuntimeError.
+        Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`,
+        else a RuntimeError.
     """
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
@@ -102,7 +102,7 @@ def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
             write_value(path, value)
             offer = OfferedFile.of(path)
         except (OSError, ValueError, RuntimeError) as refused:
-            _LOG.warning("%s: each rank computes its own, because the result cannot be sent (%s)", what, refused)
+            _LOG.warning("%s: each rank computes its own result, because results cannot be sent (%s)", what, refused)
             yield None
             return
         yield offer

@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on the ranks whose `acts` is true; results and errors are as for `agreement.together`."""
+    """Call a function on ranks with `acts`; results and errors are as for `agreement.together`."""
     return agreement.together(world, what, lambda: make() if acts else None)

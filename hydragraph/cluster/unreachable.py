@@ -14,7 +14,7 @@ from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
 _MOST = 4  # machines listed in an error
-TOLD_S = 10.0  # a process that waits for the first machine says so after this time
+TOLD_S = 10.0  # after this time, a process says that it waits for the first machine
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
 
@@ -31,7 +31,7 @@ def listening_at() -> str:
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:
-    """Return gloo's connection error with an explanation, and any other error unchanged."""
+    """Explain gloo's connection errors; return other errors unchanged."""
     failed = _FAILED.search(str(error))
     if failed is None:
         return error

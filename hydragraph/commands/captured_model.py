@@ -103,7 +103,7 @@ def run_assignment(costs: Costs, strategy: Strategy, lengths: Sequence[int], kno
     """Assign a mini-batch as a run does.
 
     Args:
-        known: whether the run knows these costs; otherwise, and if a sequence does not fit, the quick plan is used.
+        known: whether the run uses these costs; if not, or if a sequence does not fit, use the quick plan.
     """
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign

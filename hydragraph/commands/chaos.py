@@ -17,8 +17,6 @@ from hydragraph.commands.options import ConfigOptions, verb
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(ConfigOptions):
-    """Options of `hydragraph chaos`."""
-
     kills: Annotated[
         int | None, typer.Option(min=0, help="Number of ranks to kill; default: 10, or 0 with --kinds.")
     ] = None
@@ -36,11 +34,11 @@ class ChaosOptions(ConfigOptions):
 def chaos_command(options: ChaosOptions) -> None:
     """Train once undisturbed and once while ranks are killed, slowed and replaced, and compare the loss curves.
 
-    --kinds adds faults. A rank is suspended for 3 s (pause) or forever (stop). The first rank, two ranks or all ranks
-    are killed simultaneously. More ranks are killed while others recover (again) or while a new rank joins (rejoin).
-    A rank is killed while a checkpoint is written, right after a step (evaluate), or while the plan or the state
-    changes because a rank is slow (switch). With preempt, the ranks run on two simulated machines, and one machine
-    disappears with its disk, immediately or 30 s after a notice.
+    --kinds adds faults: pause and stop suspend a rank, for 3 s or forever; first, two and all kill the first rank, two
+    ranks or all ranks; again and rejoin kill more ranks while others recover or a new rank joins. checkpoint, evaluate
+    and switch kill a rank while a checkpoint is written, right after a step, or while the plan or the state changes
+    because a rank is slow. With preempt, ranks run on two simulated machines, and one machine disappears with its disk,
+    immediately or 30 s after a notice.
 
     With `deterministic: true`, both runs must have the same losses bit for bit. Otherwise, a third run on one rank
     measures how much rounding alone changes the losses.
@@ -89,8 +87,8 @@ def chaos_command(options: ChaosOptions) -> None:
         wrong.append(f"the run failed: {disturbed.ending}")
     departed = disturbed_run.departure(disturbed, undisturbed, control)
     if departed is not None:
-        rounding = "" if control is None else " (by more than rounding)"
-        wrong.append(f"from step {departed} on, the disturbed run's losses differ or are missing{rounding}")
+        rounding = "" if control is None else " by more than rounding"
+        wrong.append(f"from step {departed} on, the disturbed run's losses differ{rounding} or are missing")
     if disturbed.left:
         wrong.append(f"processes {list(disturbed.left)} are still running after the run ended")
     wrong += disturbed.problems

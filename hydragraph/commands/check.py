@@ -51,8 +51,6 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(ConfigOptions):
-    """Options of `hydragraph check`."""
-
     strategies: Strategies = None
     cluster: ClusterFile = None
     arch: Annotated[
@@ -85,18 +83,18 @@ class CheckOptions(ConfigOptions):
 
 @verb
 def check_command(options: CheckOptions) -> None:
-    """Predict for each strategy whether a run fits into memory, what uses most of the memory, and the seconds per step.
+    """Predict for each strategy whether it fits into memory, what uses most of the memory, and the seconds per step.
 
     The command rejects each setting, file, model, strategy and optimizer that training would reject, and reports
-    missing data. Without --cluster and plan.cluster, each rank is an H200. With device: cpu, each rank gets an equal
+    missing data. Without --cluster and plan.cluster, each rank is an H200. With `device: cpu`, each rank gets an equal
     share of this machine's memory, and the seconds are unknown.
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and optimizer
     state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s, without
-    recomputation, relative to the peak FLOP/s of the devices. Without device in the config, or with --arch, a run on
-    GPUs is checked. --arch also predicts the share of kernel launches in the computation time, and the number of tokens
-    below which this share is more than half. The exit code is 1 if a strategy does not fit, or if training on this
-    machine would fail because of the data.
+    recomputation, relative to the devices' peak FLOP/s. If the config does not set `device`, or with --arch, the run is
+    assumed to use GPUs. --arch also predicts the share of the computation time that kernel launches take, and the
+    number of tokens below which they take more than half. The exit code is 1 if a strategy does not fit, or if training
+    on this machine would fail because of the data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -148,8 +146,8 @@ def check_command(options: CheckOptions) -> None:
             print(default_devices_text(ranks, config))
         if config.objective is not None:
             print(
-                "each step first scores its answers in a forward pass, which makes the step about a third "
-                "longer; the predicted seconds do not include this pass"
+                "each step begins with a forward pass that scores the answers; the predicted seconds do not include "
+                "this pass, which adds about a third"
             )
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits, priced))
@@ -198,14 +196,14 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
     bound = next(tokens for tokens in (1 << k for k in range(30)) if _launch_share(costs, strategy, tokens) < 0.5)
     return (
         f"{strategy.name}: kernel launches are predicted to take {_launch_share(costs, strategy, longest):.1%} of the "
-        f"computation time of a micro-batch of {longest:,} tokens, and more than half if it has fewer than about "
-        f"{bound:,} tokens"
+        f"computation time for micro-batches of {longest:,} tokens, and more than half for fewer than about {bound:,} "
+        "tokens"
     )
 
 
 _UNKNOWN = (
-    "with device: cpu, the seconds of a step on this machine are unknown: measure them with hydragraph profile and "
-    "pass --profile, or predict the seconds on GPUs with --arch or --cluster"
+    "with 'device: cpu', the step time on this machine is unknown: measure with hydragraph profile and pass --profile, "
+    "or predict the step time on GPUs with --arch or --cluster"
 )
 
 
@@ -237,7 +235,7 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
     else:
         named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
         most = max(Counter(device.node for device in cluster.devices).values())
-        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # advice may name them
+        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # for advice
         degrees = sorted(named | set(filter(program.allows, doubled)))
         profile = datasheet(program, cluster, options.efficiency, degrees)
     blocks = CompiledBlocks(program, variants.get)

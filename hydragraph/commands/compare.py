@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
-    "hydragraph compare runs/demo --profile profile.json. It writes runs/demo/corrections.json, which simulate, check "
-    "and plan take as --corrections."
+    "hydragraph compare runs/demo --profile profile.json. This writes runs/demo/corrections.json: pass it to simulate, "
+    "check and plan as --corrections."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(CommonOptions):
-    """Options of `hydragraph compare`."""
-
     run: Annotated[Path, typer.Argument(help="The folder of a run that was trained with --trace, such as runs/demo.")]
     profile: ProfileFile = None
     cluster: ClusterFile = None
@@ -42,10 +40,10 @@ class CompareOptions(CommonOptions):
 def compare_command(options: CompareOptions) -> None:
     """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
 
-    Each second of a rank is assigned to one kind. A wait is assigned to the other ranks until they have sent, and to
-    the transfer afterwards. The first step of each strategy is excluded, because it also compiles and connects.
-    Without --profile and --cluster, the config's plan.profile and plan.cluster are used; without plan.cluster, the
-    profile's devices, or H200s.
+    Each second of a rank counts for one kind. A wait counts for the other ranks until they have sent, and then for the
+    transfer. The first step of each strategy is excluded, because it also compiles and connects. --profile and
+    --cluster default to the config's plan.profile and plan.cluster. Without a cluster, the devices are the profile's;
+    without a profile either, they are H200s.
     """
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare

@@ -47,8 +47,6 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions(ConfigOptions):
-    """Options of `hydragraph compile`."""
-
     strategies: Strategies = None
     home: HomeText = None
     micro_batches: MicroBatches = "2"
@@ -105,7 +103,7 @@ def compile_command(options: CompileOptions) -> None:
     summary = compile_quietly(config, options.micro_batches, output, options.trust, arch)
     _print_variants(summary)
     _print_strategies(summary)
-    print(f"{output}: program.txt, graphs, strategies, summary.json; train with hydragraph train --compiled {output}")
+    print(f"wrote program.txt, graphs, strategies and summary.json: train with hydragraph train --compiled {output}")
     problems = [compiled for compiled in summary.strategies if compiled.problem]
     for failed in problems:
         print(f"hydragraph: {failed.strategy}: {failed.problem}", file=sys.stderr)
@@ -123,9 +121,9 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
             return data_vocabulary
     if config.model.architecture is not None and "vocab_size" not in (config.model.config or {}):
         print(
-            f"hydragraph: the tokenizer is not trained yet, so a vocabulary of data.vocab_size, "
-            f"{config.data.vocab_size}, is assumed. If the tokenizer learns fewer tokens, training rejects the folder: "
-            "then compile again, or set model.config.vocab_size",
+            f"hydragraph: the tokenizer is not trained yet, so its vocabulary is assumed to have "
+            f"{config.data.vocab_size} tokens (data.vocab_size). If it learns fewer, training rejects the folder: "
+            "compile again, or set model.config.vocab_size",
             file=sys.stderr,
         )
     return config.data.vocab_size, 0
@@ -210,7 +208,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Use a rank's number of threads in this context, because Inductor's CPU code depends on it."""
+    """Set a rank's number of threads in this context, because Inductor's CPU code depends on it."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

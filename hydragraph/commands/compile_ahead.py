@@ -23,8 +23,8 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # variants; an evicted variant would be counted twice
-_TOKENS = 1024  # saved bytes are counted for this number of tokens and for twice this number
+_KEPT = 1 << 20  # cached variants; an evicted variant would be counted twice
+_TOKENS = 1024  # saved bytes are measured at this number of tokens and at twice this number
 
 Tell = Callable[[str], None]
 
@@ -35,7 +35,7 @@ class VariantRecord:
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        indices: ranks that run the variant, by their positions in the stage.
+        indices: positions in the stage of the ranks that run the variant.
         saved_bytes_per_token: bytes of saved values per token, excluding inputs and the output.
     """
 
@@ -147,7 +147,7 @@ class Compiler:
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
-        """Return the maximum number of calls of `tell`."""
+        """Return the maximum number of calls to `tell`."""
         fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 

@@ -29,7 +29,7 @@ Line = tuple[float, float]  # constant bytes, and bytes per token
 
 @dataclass(frozen=True)
 class BlockData:
-    """Memory and messages of a compiled block in a kind of stage.
+    """Memory and communication of a block compiled for one kind of stage.
 
     Attributes:
         gradients: bytes of the parameters' gradients from one micro-batch.
@@ -198,7 +198,6 @@ def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
 
 
 def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
-    """Return each bucket's home layout and its layout under a strategy."""
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, Layout, propagation
     from hydragraph.passes.place import place

@@ -40,7 +40,7 @@ class KernelRecord:
 
     Attributes:
         launches: launches per run of the graph.
-        configurations: number of configurations that a GPU would time; the other fields describe the first one.
+        configurations: number of configurations that autotuning would time; the other fields describe the first.
         spilled_bytes: bytes of stack per thread (see `kernels.cubin`).
         shared_bytes: shared memory per thread block.
         bytes: device memory read and written per launch.
@@ -114,7 +114,7 @@ class KernelsFile:
 def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
-    """Return the records of a variant's graphs; `built` maps sources to kernels."""
+    """Return the records of a variant's graphs; `built` maps kernel sources to kernels."""
     sizes = Sizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)

@@ -25,8 +25,8 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 
     Args:
         paths: one config, or data and at most one model.
-        to: file for a new config; the process of rank 0 writes it if missing.
-        overrides: as for `TrainConfig.load`; they are not written to the file.
+        to: file for a new config, which rank 0 writes if it does not exist.
+        overrides: as for `TrainConfig.load`; not written to the file.
 
     Raises:
         ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` exists with other
@@ -62,7 +62,7 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
     if leads() and existing is None:
         write_whole(to, text)
         new = (
-            "" if inspected.model is not None else "; no model was given, so a new model of 10 M parameters is trained"
+            "" if inspected.model is not None else " (no model was given, so a new model of 10 M parameters is trained)"
         )
         typer.echo(
             f"wrote the config of this run{new}; to change the config, edit {to} and run hydragraph train {to}",

@@ -15,21 +15,19 @@ if TYPE_CHECKING:
     from hydragraph.engine.discovery import Discovered
 
 EXAMPLE = (
-    "Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file and: hydragraph plan --cluster "
-    "cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices."
+    "Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file, and run hydragraph plan "
+    "--cluster cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesOptions(CommonOptions):
-    """Options of `hydragraph devices`."""
-
     ranks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of local processes to start, one per device; default: one per GPU, or one. A launcher such as "
-            "torchrun starts the processes itself.",
+            help="Number of local processes to start, one per device; default: one per GPU, or one without GPUs. "
+            "Ignored under a launcher such as torchrun.",
         ),
     ] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if the machine has a GPU.")] = None
@@ -54,7 +52,7 @@ def devices_command(options: DevicesOptions) -> None:
     _print(discovered)
     if output is not None:
         discovered.cluster.save(output)
-        print(f"{output}: edit it, or plan with it: hydragraph plan --cluster {output} --model run.yaml")
+        print(f"wrote {output}: edit it, or run hydragraph plan --cluster {output} --model run.yaml")
 
 
 def discover_rank(device: str | None) -> Discovered:

@@ -15,8 +15,6 @@ EXAMPLE = "Example: hydragraph export runs/demo --step 40 --to demo-model, then 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CommonOptions):
-    """Options of `hydragraph export`."""
-
     run: Annotated[Path, typer.Argument(help="The output folder of a run.")]
     to: Annotated[Path, typer.Option("--to", help="The directory to write; it must be new or empty.")]
     step: Annotated[
@@ -47,4 +45,4 @@ def export_command(options: ExportOptions) -> None:
 
     quieten()
     chosen = export_checkpoint(RunFolder(options.run), step, options.to, options.merged, getattr(torch, dtype))
-    print(f"{options.to}: the model after step {chosen.step}, in {dtype}")
+    print(f"wrote the model after step {chosen.step} to {options.to}, in {dtype}")

@@ -19,8 +19,6 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions(CommonOptions):
-    """Options of `hydragraph init`."""
-
     paths: Annotated[
         list[Path] | None,
         typer.Argument(help="Data (files or folders of text, chat .jsonl, tables), a Hugging Face directory, or both."),
@@ -52,6 +50,7 @@ def init_command(options: InitOptions) -> None:
     elif inspected.model is not None:
         print(f"before you train, list your data in data.paths of {to}")
     print(
-        f"{to} is for {devices_here().text}; hydragraph train measures and plans for these devices (strategies: auto)"
+        f"{to} is for {devices_here().text}; hydragraph train measures these devices and plans for them "
+        "('strategies: auto')"
     )
     print(f"next: hydragraph check {to} predicts memory and seconds per step; hydragraph train {to} trains")

@@ -42,10 +42,10 @@ def torchrun_rendezvous() -> str:
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the run that the first attempt of this torchrun job found in the output folder.
+    """Return the start time of the run that was in the output folder before this torchrun job.
 
-    The first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, return 0 if
-    that run began after torchrun's process, because it then belongs to this job.
+    The job's first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run
+    that began after torchrun's process belongs to this job, so return 0.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -75,11 +75,11 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Call a function on the launcher's ranks (return this rank's result) or on new ranks (return rank 0's).
+    """Call a function on the launcher's ranks and return this rank's result, or on new ranks and return rank 0's.
 
     Args:
         elastic: how ranks continue when some are lost; None: a loss ends the run.
-        nodes: machines, if the launcher started one process on each instead of ranks; this machine leads them.
+        nodes: machines that this machine leads, if the launcher started one process per machine instead of ranks.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)

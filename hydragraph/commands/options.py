@@ -17,7 +17,7 @@ from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Replace a field of the config: section.field=value.")]
 Strategies = Annotated[
     list[str] | None, typer.Option("--strategy", help="Strategy to use instead of the config's: a text or a YAML file.")
 ]
@@ -25,8 +25,8 @@ HomeText = Annotated[
     str | None,
     typer.Option(
         "--home",
-        help="Owners of the state, instead of the config's home: each rank's share, as in \"3,3,1,0 copies=2\"; equal "
-        "(equal shares); stages (the ranks that compute a block); or auto (the owners with the least traffic).",
+        help="Owners of the state, instead of the config's home: equal (equal shares), stages (the ranks that compute "
+        'each block), auto (the owners with the least traffic), or each rank\'s share, as in "3,3,1,0 copies=2".',
     ),
 ]
 ClusterFile = Annotated[
@@ -40,7 +40,7 @@ DeviceCount = Annotated[
 ]
 HealthFile = Annotated[
     Path | None,
-    typer.Option("--health", help="YAML file of slow and lost ranks with their slowdowns, such as {3: 2.57, 5: inf}."),
+    typer.Option("--health", help="YAML file of the slowdowns of slow and lost ranks, such as {3: 2.57, 5: inf}."),
 ]
 ProfileFile = Annotated[
     str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
@@ -48,7 +48,8 @@ ProfileFile = Annotated[
 Efficiency = Annotated[
     float | None,
     typer.Option(
-        help="Without a profile: fraction of the peak FLOP/s that computation reaches, instead of a roofline model."
+        help="Without a profile: assume that computation reaches this fraction of the peak FLOP/s, instead of a "
+        "roofline model."
     ),
 ]
 CorrectionsFile = Annotated[
@@ -64,7 +65,7 @@ LogLevel = Annotated[
     typer.Option(
         "--log-level",
         metavar="|".join(LEVELS),
-        help="Log every rank to stderr: captures, plans, checkpoints, ... (info), and every step (debug).",
+        help="Log every rank's events to stderr: info shows captures, plans, checkpoints, ...; debug also shows steps.",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -106,7 +107,7 @@ class ConfigOptions(CommonOptions):
 
 
 def verb(function: Callable[[Options], None]) -> Callable[..., None]:
-    """Wrap a function of options in a function for typer with one keyword per field of the options."""
+    """Convert a function of an options object to a typer function with one keyword per field."""
     options: type[Options] = next(iter(get_type_hints(function).values()))
     hints = get_type_hints(options, include_extras=True)
     parameters = []
@@ -132,11 +133,11 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def read_counts(text: str, pipelines: int) -> list[int]:
-    """Read the micro-batches of pipelines, such as "4,2" or one number for all, or raise a ValueError."""
+    """Parse the number of micro-batches per pipeline: "4,2", or one number for all; raise a ValueError if invalid."""
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
         raise ValueError(
-            f"--micro-batches {text!r} has {len(counts)} numbers, and the number of pipelines is {pipelines}: "
+            f"--micro-batches {text!r} has {len(counts)} numbers, but the number of pipelines is {pipelines}: "
             "give one number for all pipelines, or one for each"
         )
     return counts * (pipelines if len(counts) == 1 else 1)
@@ -149,7 +150,7 @@ def check_counts(text: str) -> list[int]:
     counts = [int(part) for part in parts]
     if not any(counts):
         raise ValueError(
-            f"--micro-batches {text!r}: no pipeline would compute; give at least one pipeline a micro-batch"
+            f"--micro-batches {text!r}: no pipeline would compute: give at least one pipeline a micro-batch"
         )
     return counts
 
@@ -168,7 +169,7 @@ def check_written(option: str, path: Path | None) -> None:
 
 def default_devices_text(ranks: int, config: TrainConfig) -> str:
     instead = ", not for this machine (device: cpu)" if config.device == "cpu" else ""
-    return f"for {ranks} H200{'s' * (ranks != 1)}{instead}, because --cluster is not given"
+    return f"predicted for {ranks} H200{'s' * (ranks != 1)}{instead}, because --cluster is not given"
 
 
 def check_prices(profile: object, efficiency: float | None) -> None:
@@ -198,7 +199,7 @@ def chosen_strategies(
     """Return the strategies of the command line, or those of the config if the command line has none.
 
     Args:
-        ranks: number of ranks of the data-parallel strategy that replaces "auto" in a config; None: reject "auto".
+        ranks: replace "auto" in a config by data parallelism over this number of ranks; None: reject "auto".
 
     Raises:
         ValueError: the strategies are "auto", which is planned only when training starts.
@@ -207,10 +208,10 @@ def chosen_strategies(
     if "auto" not in texts:
         return texts
     if ranks is None or named:
-        raise ValueError("strategies: auto is planned only when training starts: pass strategies with --strategy")
+        raise ValueError("'strategies: auto' is resolved only when training starts: pass strategies with --strategy")
     typer.echo(
-        "strategies: auto is planned when training starts; this command uses plain data parallelism instead (pass "
-        "others with --strategy)",
+        "'strategies: auto' is resolved only when training starts: this command uses plain data parallelism instead "
+        "(pass other strategies with --strategy)",
         err=True,
     )
     return (f"{ranks}*<tp1,pp1>",)

@@ -10,7 +10,7 @@ from hydragraph.commands.plan_options import TOKENS, PlanOptions
 
 EXAMPLE = (
     "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
-    "plan.yaml, where cluster.yaml has types: and nodes: (docs/planner.md shows one), and run.yaml is a config of "
+    "plan.yaml, where cluster.yaml lists device types and nodes (see docs/planner.md), and run.yaml is a config of "
     "hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from "
     "hydragraph profile --type NAME. If some devices are slow: --health health.yaml with {3: 2.57, 5: inf}. "
     "Equal devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "

@@ -97,9 +97,9 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
-    """Compile the graphs of all kinds of stages; remove from the profile the kinds not begun within `seconds`.
+    """Compile all kinds of stages; remove kinds from the profile whose compilation does not begin within `seconds`.
 
-    Kinds without sequence parallelism and recomputation come first (last if `backwards`). Stages of one device are
+    Kinds without sequence parallelism and recomputation come first, or last if `backwards`. Kinds of one device are
     always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart
@@ -160,7 +160,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
         profile = read_profile(text)
         if several and any(not part.type for part in (profile, *profile.others)):
             raise ValueError(
-                f"--profile {text} does not name its type of device (the cluster has {names}): measure on each type "
+                f"--profile {text} does not name its device type (the cluster has {names}): measure on each type "
                 "with hydragraph profile --type NAME"
             )
         profiles.append(profile)

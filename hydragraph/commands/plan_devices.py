@@ -16,7 +16,7 @@ from rich.markup import escape
 from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, costs_of_plan
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.planner.uncollected import uncollected
-from hydragraph.spec.strategy_text import planned_schedules
+from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
 
         with compiled_from_both_ends(asked):
             costs, source = costs_of_plan(asked, cluster, config, say)
+            running = None if asked.running is None else _running(asked.running, costs)
             if config is not None:
                 costs = compile_graphs(costs, left(COMPILING))
-        running = None if asked.running is None else _running(asked.running, costs)
         say("searching")
         schedules = planned_schedules(_backend(config))
         streaming = config is None or not config.deterministic
@@ -139,8 +139,8 @@ def _running(text: str, costs: Costs) -> Strategy:
         strategy = Strategy.read(text, costs.outline.layers)
         if (last := max(strategy.devices)) >= costs.ranks:
             raise ValueError(
-                f"it uses rank {last}, but the cluster file has {costs.ranks} devices: list all devices of the running "
-                "strategy there, and lost ones with .inf in --health"
+                f"the strategy uses rank {last}, but the cluster file has {costs.ranks} devices: list all devices of "
+                "the strategy there, and lost ones with .inf in --health"
             )
         strategy.check(costs.outline.layers, costs.ranks)
     except ValueError as error:
@@ -165,7 +165,7 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
         priced["profile"] = profile
         if asked.health is not None:
             priced["health"] = str(asked.health)
-    unknown = "; without a profile, the run does not know --health" if asked.health and not asked.profile else ""
+    unknown = "; without a profile, --health has no effect on the run" if asked.health and not asked.profile else ""
     listed = ", ".join(map(str, names))
     quoted = json.dumps(list(map(str, names)), ensure_ascii=False)
     in_yaml = ", ".join(f"{name}: {value}" for name, value in priced.items())
@@ -187,7 +187,7 @@ def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
     timeline = owned.simulate(plan.strategy, plan.assignment)
     shown = panel(owned, PricedStrategy(plan.strategy, plan.assignment, timeline))
     write_report(plan_report(path.stem, _record(plan, costs, source), shown), path)
-    return f"{path}: the plan, its rivals and its timeline, for a browser"
+    return f"{path}: the plan, its rivals and its timeline (open it in a browser)"
 
 
 def _record(plan: Plan, costs: Costs, source: str) -> dict[str, Any]:

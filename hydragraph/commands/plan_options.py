@@ -24,14 +24,12 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.spec.training_workload import Workload
 
-TOKENS = 100_000  # default size of a sample mini-batch
+TOKENS = 100_000  # default tokens per mini-batch
 METHODS = "auto|mixed|straggler|search|metis"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EqualOptions(CommonOptions):
-    """Options for equal devices."""
-
     PANEL = "Equal devices"
 
     devices: Annotated[int | None, typer.Option(min=1, help="Number of devices.")] = None
@@ -50,16 +48,14 @@ class EqualOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class UnevenOptions(CommonOptions):
-    """Options for devices that differ."""
-
     PANEL = "Devices that differ (--cluster)"
 
     cluster: ClusterFile = None
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A run's YAML file. Its model is captured without weights, memory comes from compiled graphs, and "
-            "without a profile, seconds come from floating-point operations and a datasheet."
+            help="A run's YAML file. Its model is captured without weights. Memory is predicted from compiled graphs; "
+            "without a profile, time is predicted from FLOPs and a datasheet."
         ),
     ] = None
     efficiency: Efficiency = None
@@ -68,14 +64,14 @@ class UnevenOptions(CommonOptions):
         int | None, typer.Option(min=1, help="Number of equal sequences per iteration, instead of --lengths.")
     ] = None
     length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence of --sequences; default: --model's data.max_length.")
+        int | None, typer.Option(min=1, help="Tokens per sequence, with --sequences; default: data.max_length.")
     ] = None
     solver: Annotated[
         str | None,
         typer.Option(
             metavar="scip",
-            help="With --method mixed and few devices: group them by AutoHet's published integer program, solved by "
-            "SCIP (pip install 'hydragraph\\[exact]').",
+            help="With --method mixed and few devices: group devices by AutoHet's integer program, solved by SCIP (pip "
+            "install 'hydragraph\\[exact]').",
         ),
     ] = None
     method: Annotated[
@@ -83,8 +79,8 @@ class UnevenOptions(CommonOptions):
         typer.Option(
             metavar=METHODS,
             help="Search method: mixed (for different device types), straggler (for slow devices), search (for data "
-            "parallelism that changes from stage to stage), metis (like search, but by improved Metis's memory-aware "
-            "search instead of an exact one), or auto (the default: mixed, straggler and search).",
+            "parallelism that changes from stage to stage), metis (like search, but not exact: an improved version of "
+            "Metis's memory-aware search), or auto (the default: mixed, straggler and search).",
         ),
     ] = None
     running: Annotated[
@@ -97,8 +93,8 @@ class UnevenOptions(CommonOptions):
     home: Annotated[
         str | None,
         typer.Option(
-            help='Each rank\'s current share of the state, which the plan may move, as in "3,3,1,0 copies=2"; '
-            "default: with --running, the home in --model; otherwise, equal shares."
+            help='Each rank\'s current share of the state, as in "3,3,1,0 copies=2"; the plan may move state. Default: '
+            "the config's home with --running, and equal shares otherwise."
         ),
     ] = None
     deadline: Annotated[
@@ -114,8 +110,8 @@ class UnevenOptions(CommonOptions):
         typer.Option(
             "--price",
             metavar="TYPE=DOLLARS",
-            help="Price of an hour of a device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices without "
-            "work cost nothing. Repeatable.",
+            help="Price per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
+            "without work cost nothing. Repeatable.",
         ),
     ] = None
     budget: Annotated[
@@ -134,8 +130,6 @@ class UnevenOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(EqualOptions, UnevenOptions):
-    """All options of `hydragraph plan`."""
-
     profile: Annotated[
         list[str] | None,
         typer.Option(

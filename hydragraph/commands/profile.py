@@ -31,8 +31,6 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(ConfigOptions):
-    """Options of `hydragraph profile`."""
-
     schemes: Annotated[
         str | None,
         typer.Option(
@@ -50,13 +48,11 @@ class ProfileOptions(ConfigOptions):
     ] = False
     longest: Annotated[
         int | None,
-        typer.Option(
-            min=64, help="Tokens of the longest micro-batch; with more tokens, attention is measured more accurately."
-        ),
+        typer.Option(min=64, help="Tokens in the longest micro-batch; longer ones measure attention more accurately."),
     ] = None
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Maximum runs of each measurement; fewer if they agree. Their median is used."),
+        typer.Option(min=1, help="Maximum runs per measurement; fewer if they agree. The median is used."),
     ] = 5
     type_: Annotated[
         str,
@@ -85,7 +81,6 @@ def profile_command(options: ProfileOptions) -> None:
 def profile_rank(
     config: TrainConfig, schemes: tuple[Scheme, ...] | None, options: ProfileOptions
 ) -> tuple[Profile, int]:
-    """Measure on this rank; return the profile and the number of ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups
@@ -177,4 +172,4 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
         )
     for note in profile.notes:
         print(f"note: {note}")
-    print(f"{path}: load it with hg.Profile.load")
+    print(f"wrote {path}: load it with hg.Profile.load")

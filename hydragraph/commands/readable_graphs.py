@@ -17,8 +17,8 @@ from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import symbol_name
 
 _LEGEND = """\
-T is the number of tokens of the hidden state (under sequence parallelism, of the rank's shard of it). S is the number
-of sequences plus one. Instructions that free values are omitted."""
+T is the number of tokens in the hidden state or, under sequence parallelism, in the rank's shard. S is the number of
+sequences plus one. Instructions that free values are omitted."""
 _HEAD = """import torch
 
 import hydragraph.kernels.varlen_attention  # registers torch.ops.hydragraph

@@ -36,8 +36,6 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(CommonOptions):
-    """Options of `hydragraph report`."""
-
     source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")]
     output: Annotated[
         Path | None,
@@ -60,9 +58,9 @@ _PRICED = ("cluster", "profile", "corrections")
 def report_command(options: ReportOptions) -> None:
     """Write one HTML file with timelines, memory, traffic, and a comparison of strategies.
 
-    For a config, the report simulates its strategies. For a plan, it lists the rivals and why they are worse. For a
-    run, it shows losses, speed and changes of ranks, and compares prediction and measurement if the run was traced. The
-    file needs no network and no other file.
+    For a config, the report simulates the strategies. For a plan, it explains why rivals are worse. For a run, it shows
+    losses, speed and changes of ranks, and if the run was traced, compares predicted and measured times. The file needs
+    no network and no other file.
     """
     from hydragraph.report.page import write_report
 
@@ -80,7 +78,7 @@ def report_command(options: ReportOptions) -> None:
     else:
         report = _of_config(options)
     write_report(report, path)
-    print(f"{path}: {path.stat().st_size / 1e6:.2g} MB, for a browser")
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.2g} MB): open it in a browser")
 
 
 def _of_config(options: ReportOptions) -> ReportContents:

@@ -26,8 +26,6 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(CommonOptions):
-    """Options of `hydragraph show`."""
-
     source: Annotated[
         Path | None,
         typer.Argument(
@@ -39,8 +37,8 @@ class ShowOptions(CommonOptions):
         list[str] | None,
         typer.Option(
             "--strategy",
-            help="Strategy to show. For a config: its text, such as '<tp2,pp1>', or a YAML file. For a folder: its "
-            "number or text; default: all.",
+            help="Strategy to show. For a config: a text, such as '<tp2,pp1>', or a YAML file. For a folder: a number "
+            "or a text; default: all.",
         ),
     ] = None
     micro_batches: MicroBatches = "2"

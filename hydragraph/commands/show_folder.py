@@ -80,7 +80,7 @@ class ShownFolder:
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies with these texts, fingerprints, folders or numbers; without any, all strategies.
+        """Return the strategies with these texts, fingerprints, folders or numbers, or all if `texts` is empty.
 
         Raises:
             ValueError: the folder has no such strategy.
@@ -107,7 +107,6 @@ class ShownFolder:
 
 
 def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
-    """Return an error message for an unknown name; it suggests similar names."""
     near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
     if near:
         return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"
@@ -132,7 +131,7 @@ def overview(folder: ShownFolder) -> Iterator[str]:
         kinds = "one kind of rank" if count == 1 else f"{count} kinds of rank"
         yield f"  {number}. {record.strategy}"
         yield (
-            f"     {counts_text(record.micro_batches)} micro-batches, {record.instructions:,} instructions of {kinds}; "
+            f"     {counts_text(record.micro_batches)} micro-batches, {record.instructions:,} instructions, {kinds}; "
             f"pulls {bytes_text(record.pull_bytes)}, pushes {bytes_text(record.push_bytes)}"
         )
     yield "For details, pass --rank N, --parameter NAME, --memory, --traffic, --schedule or --diff OTHER."

@@ -14,7 +14,7 @@ def kernel_lines(folder: ShownFolder) -> Iterator[str]:
     """Yield a row per graph, then a row per kernel; raise a ValueError if the folder has no GPU kernels."""
     file = KernelsFile.load(folder.path)
     arch = arch_of(file.arch)
-    yield f"graphs for {arch.name}, for micro-batches of {file.tokens:,} tokens in one sequence (not measured):"
+    yield f"graphs for {arch.name} (not measured), with micro-batches of {file.tokens:,} tokens in one sequence:"
     rates = f"{arch.flops_per_s / 1e12:.4g} TFLOP/s and {arch.memory_bytes_per_s / 1e12:.3g} TB/s"
     yield f"  least: the minimum time at {rates}, from the datasheet of {arch.gpu}"
     yield from table([_HEAD, *(_graph_row(graph, arch) for graph in file.graphs)])

@@ -22,19 +22,19 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield the peak memory of each rank by kind; if there are many ranks, only of the first rank with each program.
+    """Yield each rank's peak memory by kind. With many ranks, yield only the first rank of each program.
 
     Args:
         tokens: tokens per micro-batch, all in one sequence.
         limit: memory of a device in bytes.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
-    yield "  home weights, optimizer state, home gradients: the rank's shares; weights, gradients: the stage's;"
-    yield "  activations: values that forwards save; working: temporary values of a graph; messages: in flight"
+    yield "  home weights, optimizer state, home gradients: owned by the rank; weights, gradients: used by the stage"
+    yield "  activations: saved by forwards; working: temporary values of a graph; messages: in flight"
     if any(strategy.strategy.offloads for strategy in strategies):
         yield "  host: offloaded bytes, which are not part of the total"
     if limit:
-        yield f"  limit: share of {bytes_text(limit)} that is used; ! marks ranks that do not fit"
+        yield f"  limit: used share of {bytes_text(limit)}; ! marks ranks that do not fit"
     for strategy in strategies:
         yield f"under {strategy.name}"
         rows = _rows(folder, strategy, rank, tokens, limit)

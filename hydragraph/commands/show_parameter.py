@@ -54,7 +54,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
         if low < high and rank in (None, owner):
             owned.append((owner, low - start, high - start, copy))
     if not owned:
-        yield "  this rank owns no part of it" if rank is not None else "  no rank owns it"
+        yield "  this rank owns no part of the parameter" if rank is not None else "  no rank owns the parameter"
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
         ranks = [row[0] for row in members]
@@ -71,7 +71,7 @@ def _users(
     holders = dict(placement.holders).get(bucket.name, ())
     stages = [placement.stage_of[ranks[0]] for ranks in holders if rank is None or rank in ranks]
     if not stages:
-        yield "  this rank does not compute with it" if rank is not None else "  no rank computes with it"
+        yield "  this rank does not use the parameter" if rank is not None else "  no rank uses the parameter"
     for stage in stages:
         yield from _stage(stage, parameter, folder.data.sizes.itemsize, rank)
 

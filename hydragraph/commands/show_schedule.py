@@ -32,7 +32,7 @@ _TALLEST = 40  # maximum number of rows with full height and numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A micro-batch's work on a stage; `visit` numbers the interleaved stages of a rank in one pipeline."""
+    """A micro-batch's work on a stage; `visit` is the stage's index among the rank's stages in the pipeline."""
 
     work: Work
     micro_batch: int
@@ -113,7 +113,7 @@ def _length(work: Work, stage: PlacedStage) -> int:
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
-    yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; the unit is the forward of a block"
+    yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; the unit is one block's forward"
     for strategy in strategies:
         every = schedule(strategy, outline)
         end = max((row.tasks[-1].end for row in every if row.tasks), default=0)
@@ -171,7 +171,6 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the schedules to a file."""
     check_drawn(path)
     from matplotlib.figure import Figure
 
@@ -181,7 +180,7 @@ def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: 
     panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, (name, rows) in zip(panels[:, 0], grids.items(), strict=True):
         _draw(axes, name, _of_rank(rows, rank), max((row.tasks[-1].end for row in rows if row.tasks), default=1))
-    panels[-1, 0].set_xlabel("time in forwards of one block; a number is a micro-batch")
+    panels[-1, 0].set_xlabel("time, in forwards of one block; numbers are micro-batches")
     save_figure(figure, path, path.suffix[1:])
 
 

@@ -18,7 +18,7 @@ FEW = 8  # maximum number of ranks or nodes in a matrix
 KINDS = {
     "pull": "weights from their owners to stages",
     "push": "gradients from stages to owners",
-    "tp": "sums within stages, in rings",
+    "tp": "tensor-parallel sums, in rings",
     "pp": "activations and their gradients between stages",
 }
 

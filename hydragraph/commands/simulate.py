@@ -110,13 +110,11 @@ class StepOptions(ConfigOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(StepOptions):
-    """Options of `hydragraph simulate`."""
-
     health: HealthFile = None
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--what-if", help='Also simulate with one number changed: "device 3 x2.57", "between_nodes x0.5".'
+            "--what-if", help='Also simulate with one change, such as "device 3 x2.57" or "between_nodes x0.5".'
         ),
     ] = None
     critical: Annotated[bool, typer.Option("--critical-path", help="Print the best strategy's critical path.")] = False
@@ -136,10 +134,10 @@ class SimulateOptions(StepOptions):
 def simulate_command(options: SimulateOptions) -> None:
     """Predict the time of every strategy by simulating all ranks' programs; the fastest strategy is listed first.
 
-    The time of computation comes from the profile, or from floating-point operations; the time of communication comes
-    from the exact bytes on every link. Transfers share ports and network cards. Busy is the fraction of the iteration
-    in which a rank computes, including tensor-parallel traffic. Exposed is the time that computation waits for weights
-    (pull), gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
+    Computation time comes from the profile, or from floating-point operations. Communication time comes from the exact
+    bytes on every link. Transfers share ports and network cards. "busy" is the fraction of the iteration in which a
+    rank computes, including tensor-parallel traffic. "exposed" is the time that computation waits for weights (pull),
+    gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
     """
     from hydragraph.cost.what_if import what_if
     from hydragraph.spec.health import Health
@@ -168,7 +166,7 @@ def simulate_command(options: SimulateOptions) -> None:
         print(best.timeline.critical_path)
     if options.trace is not None:
         best.timeline.save_trace(options.trace)
-        print(f"{options.trace}: the timeline of {best.strategy.name}; https://ui.perfetto.dev opens it")
+        print(f"wrote the timeline of {best.strategy.name} to {options.trace}: open it at https://ui.perfetto.dev")
     if options.picture is not None:
         from hydragraph.report.simulation_picture import write_timelines
 

@@ -40,21 +40,19 @@ if TYPE_CHECKING:
 
 
 EXAMPLE = (
-    "Example: hydragraph train chats.jsonl models/Qwen2.5-0.5B writes hydragraph.yaml and trains with it, planned for "
-    "your devices; hydragraph train hydragraph.yaml trains with it after you have changed it."
+    "Example: hydragraph train chats.jsonl models/Qwen2.5-0.5B writes hydragraph.yaml, plans for your devices and "
+    "trains; hydragraph train hydragraph.yaml trains with this file after you have changed it."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(CommonOptions):
-    """Options of `hydragraph train`."""
-
     paths: Annotated[
         list[Path],
         typer.Argument(
             metavar="CONFIG | DATA... [MODEL]",
-            help="The run's YAML file, such as examples/demo.yaml; or files and folders of data and a Hugging Face "
-            "directory, from which a config is written, as by hydragraph init.",
+            help="The run's YAML file, such as examples/demo.yaml; or files and folders of data, and a Hugging Face "
+            "directory: train then writes a config for them, as hydragraph init does.",
             show_default=False,
         ),
     ]
@@ -143,7 +141,7 @@ def train_command(options: TrainOptions) -> None:
     stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
     if config.elastic.survives and launched() and nodes is None and leads():
         _print(
-            "elastic: a launcher such as torchrun started these ranks and ends all of them when one is lost; to "
+            "elastic: the launcher (such as torchrun) ends all ranks when one is lost, because it started them: to "
             "survive a loss, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
         )
 
@@ -186,7 +184,7 @@ def surviving(config: TrainConfig) -> TrainConfig:
 def read_step(text: str, option: str) -> int:
     number = text.removeprefix("step-")
     if not number.isdecimal():
-        raise ValueError(f"{option} {text!r}: give a checkpoint of the run by its step, such as step-40")
+        raise ValueError(f"{option} {text!r}: name a checkpoint by its step, such as step-40")
     return int(number)
 
 
@@ -279,8 +277,8 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
     nodes = nodes_of(os.environ, elected=store is not None) if several else None
     if nodes is None and store is not None:
         raise ValueError(
-            f"--store {store} is for several machines: set elastic: {{copies: 2}}, and start one process per machine "
-            "with torchrun (--nproc-per-node 1) or with RANK and WORLD_SIZE set"
+            f"--store {store} is for several machines: set 'elastic: {{copies: 2}}', and start one process per machine "
+            "with torchrun (--nproc-per-node 1), or with RANK and WORLD_SIZE set"
         )
     if nodes is not None and config.ranks < nodes.count:
         raise ValueError(
@@ -320,7 +318,7 @@ def train_rank(
     from hydragraph.cluster.rendezvous.member import Told, elastic
     from hydragraph.engine import api
     from hydragraph.train.loop import train
-    from hydragraph.train.terminal import Screen
+    from hydragraph.train.progress_line import Screen
 
     if stopping is None and elastic():
         stopping = Told()
@@ -336,7 +334,7 @@ def _overdue(config: TrainConfig) -> str:
     from hydragraph.train.run_folder import RunFolder
 
     stays = RunFolder(Path(config.output)).how_to_go_on
-    return f"a step and a save took longer than grace_s: {config.grace_s:g}, so the run ended without saving; {stays}"
+    return f"a step and a save took longer than grace_s ({config.grace_s:g}), so the run ended without saving; {stays}"
 
 
 def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
@@ -368,7 +366,7 @@ def _print_events(outcome: RunOutcome) -> None:
     wall_time = account(outcome.history, every)
     if wall_time is None:
         return
-    part = "" if wall_time.goodput is None else f", {wall_time.goodput:.0%} of the undisturbed {wall_time.rate:,.0f}"
+    part = "" if wall_time.goodput is None else f" ({wall_time.goodput:.0%} of the undisturbed {wall_time.rate:,.0f})"
     _print(
         f"goodput: {wall_time.tokens_per_s:,.0f} tokens/s over {wall_time.seconds:,.1f} s{part}: "
         f"{wall_time.paused_s:.3g} s of pauses, {wall_time.lost_s:.1f} s of lost work, "

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ConfigOptions):
-    """Options of `hydragraph verify`."""
-
     strategies: Strategies = None
     home: HomeText = None
 
@@ -57,7 +55,7 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
     from hydragraph.train.model import adapted, build_model, captured_loss
     from hydragraph.train.optimizer import optimizer_factory
     from hydragraph.train.paired_steps import PairedSteps
-    from hydragraph.train.terminal import Screen
+    from hydragraph.train.progress_line import Screen
 
     quieten()
     with Screen(Console(stderr=True)) as screen:

@@ -1,4 +1,4 @@
-"""Time, traffic and memory of a program: profiles, the event simulation, and accounts of real runs.
+"""Estimates of a program's time, traffic and memory, and time breakdowns of real runs.
 
 This package neither chooses strategies (`planner/`) nor needs a process group.
 """

@@ -1,7 +1,7 @@
 """Breakdown of a rank's time in an iteration by kind of work, for a traced run or a simulation.
 
-A wait for a message is split at the time when the other side starts the message: earlier time counts as `LATE`, later
-time as the transfer.
+A rank's wait for a message counts as `LATE` until the message's last participant starts it, and as transfer time
+afterwards.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from hydragraph.ir.value import Value, ValueKind, gradients, parse_value, weight
 
 
 class TimeKind(Enum):
-    """Kinds of time."""
-
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting a pull, and waiting for it; likewise PUSH and P2P
+    PULL = "pull"  # starting pulls and waiting for them; likewise for PUSH and P2P
     PUSH = "push"
     P2P = "send/receive"
-    OFFLOAD = "offload"  # starting copies to and from the host, and waiting
+    OFFLOAD = "offload"  # starting copies to and from the host, and waiting for them
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # waiting for ranks that have not sent, or not reached the commit
+    LATE = "waiting for ranks"  # waiting for ranks that have not yet sent, or reached the commit
     OTHER = "between instructions"
 
 
-# All kinds except waiting for other ranks.
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
@@ -59,11 +56,11 @@ _OF_KIND = {
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """Seconds of one rank's iteration by kind.
+    """Time of one rank in an iteration, by kind.
 
     Attributes:
-        transfers: seconds of each message, counted from the start of its last participant; traces have only messages
-            for which a rank waited.
+        transfers: seconds of each message after its last participant starts it. Traced runs list only messages that
+            the rank waited for.
     """
 
     seconds: Mapping[TimeKind, float]
@@ -95,7 +92,7 @@ class _OpenAccount:
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of a traced iteration.
 
-    Clock differences between hosts move seconds between `LATE` and transfers.
+    Clock differences between hosts shift time between `LATE` and transfers.
 
     Raises:
         ValueError: a name in the trace is not an instruction.
@@ -123,7 +120,7 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
                 began[event.name] = max(event.begin, began.get(event.name, event.begin))
 
     def of(value: Value, rank: int) -> float:
-        # The name of an activation includes its receiver.
+        # An activation's message names its receiver.
         name = f"{value}>{rank}" if value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT) else value
         return began.get(name, float("-inf"))
 
@@ -184,7 +181,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # time when the last rank has computed the data
+Issues = Mapping[tuple[Op, str], float]  # when the data is ready on all ranks
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:
@@ -206,7 +203,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
     sums = _OpenAccount()
-    free = 0.0  # when computation could continue
+    free = 0.0  # end of the latest computation or wait
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):

@@ -1,7 +1,7 @@
-"""Actors: the ranks of a stage, simulated as one.
+"""Actors: each simulates all ranks of a stage as one.
 
-Ranks of a stage, and stages of equal pipelines, differ only in their peers, so a thousand ranks have only a few dozen
-different programs.
+Programs of one stage's ranks differ only in peers, as do those of equal pipelines, so a thousand ranks run only a few
+dozen different programs.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """Instructions of one rank of an actor, by index.
+    """Program of one of an actor's ranks; the other fields refer to `instructions` by index.
 
     Attributes:
         needs: for each instruction, the instructions of other queues that must end before it begins.
         compute, pulls, pushes, sends, receives, copies: the instructions of each queue, in order; FREE is in no queue.
-        messages: for each send, its message and the number of earlier sends of this message.
-        before: for each FREE instruction, the computation before it; -1: none.
+        messages: for each send, its message and how many earlier sends carry the same message.
+        before: for each FREE instruction, the computation before it, or -1.
     """
 
     instructions: tuple[Instruction, ...]
@@ -63,7 +63,7 @@ class ActorProgram:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
-        """Sort instructions into queues; instructions that read a missing value wait forever."""
+        """Sort instructions into queues; an instruction with an input that is never written waits forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", *dict.fromkeys(_QUEUES.values()))}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
@@ -120,9 +120,9 @@ class Actor:
     """Ranks that are simulated as one.
 
     Attributes:
-        ranks: in tensor-parallel order; a rank without work is a separate actor.
-        roles: roles of the ranks' stage in every pipeline, or of their interleaved stages.
-        layers: half-open range of layers of each stage.
+        ranks: the stage's ranks in tensor-parallel order, or one rank without work.
+        roles: the stage's role in each pipeline, or the role of each interleaved stage.
+        layers: each stage's layers, as a half-open range.
     """
 
     ranks: tuple[int, ...]
@@ -159,7 +159,7 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return the (sender, receiver) pairs of a send; each rank of the actor sends to at most one receiver."""
+        """Return a send's (sender, receiver) pairs; each of the actor's ranks sends to at most one receiver."""
         message, turn = self.program.messages[index]
         receivers = self.receivers(message)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
@@ -171,7 +171,7 @@ def stage_actors(
     """Lower a strategy to one actor per stage with work, and one actor per rank without work.
 
     Raises:
-        ValueError: the arguments do not match.
+        ValueError: the strategy does not fit the model, the ranks or `micro_batches`.
     """
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
@@ -210,7 +210,7 @@ def _neighbours(role: PlacedRole) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
-    """Return the actors of separately lowered programs.
+    """Return actors for programs that were lowered rank by rank.
 
     Raises:
         ValueError: ranks of a stage run different instructions.
@@ -251,12 +251,13 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):
             if one != two:
                 raise ValueError(
-                    f"ranks {programs[0].rank} and {other.rank} share a stage, but apart from sends and frees, "
-                    f"instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: pass these "
-                    "programs to verify()"
+                    f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: without sends and "
+                    f"frees, instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other; pass "
+                    "these programs to verify()"
                 )
         if len(first) != len(shape(other)):
             raise ValueError(
-                f"ranks {programs[0].rank} and {other.rank} share a stage, but apart from sends and frees, one runs "
-                f"{len(first)} instructions and the other {len(shape(other))}: pass these programs to verify()"
+                f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: without sends and "
+                f"frees, one has {len(first)} instructions and the other {len(shape(other))}; pass these programs to "
+                "verify()"
             )

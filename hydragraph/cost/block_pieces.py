@@ -8,7 +8,7 @@ from typing import Any
 from hydragraph.cost.curves import Constants as Constants
 from hydragraph.cost.curves import Curve, Table
 
-Scheme = tuple[int, int]  # (tp, pp): deployment of one pipeline on tp * pp devices
+Scheme = tuple[int, int]  # (tp, pp): a pipeline of pp stages with tp devices each
 
 # Values computed once per stage and micro-batch, such as rotary tables.
 AUX = "aux"
@@ -22,8 +22,7 @@ class MemoryLines:
     """Memory of one compiled block, as linear functions (bytes, bytes per token) of a micro-batch's tokens.
 
     Attributes:
-        output, saved, forward, backward: as in `cost.footprint.Footprint`.
-        keeps: inputs that are saved unchanged.
+        output, saved, forward, backward, keeps: as in `cost.footprint.Footprint`.
         added: whether matrix products accumulate weight gradients in place.
     """
 
@@ -37,20 +36,21 @@ class MemoryLines:
 
 @dataclass(frozen=True)
 class BlockPiece:
-    """Cost and memory of one block on a rank of a kind of stage.
+    """Cost and memory of one block on a rank, in one kind of stage.
 
     Attributes:
         seconds: seconds of forward and backward together; approximate if `forward` and `backward` are tables.
         parameters: parameter elements on the rank.
         kept: bytes per token that the forward saves for the backward.
-        working, fixed: temporary bytes per token, and temporary bytes independent of the tokens.
+        working: temporary bytes per token.
+        fixed: temporary bytes that do not depend on the tokens.
         frozen: parameter elements without gradient.
-        forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter with recomputation.
-        reduced: numbers of hidden states that tensor-parallel ranks sum in forward and backward; `seconds` excludes
-            these sums.
-        during_sums: for each sum of the backward, seconds per token of the weight gradients computed during it
+        forward, backward: separate curves; None: the forward takes a third of `seconds`, a quarter with recomputation.
+        reduced: how many hidden states the tensor-parallel ranks sum in (forward, backward); `seconds` excludes these
+            sums.
+        during_sums: for each sum in the backward, seconds per token of the weight gradients computed during it
             (`passes/overlap_collectives.py`).
-        before_sums: for each sum (forward sums first), seconds per token of the product before the sum; 0 if none.
+        before_sums: for each sum (forward sums first), seconds per token of the matrix product before it; 0: none.
     """
 
     seconds: Constants
@@ -90,7 +90,7 @@ class PricedDevice:
 
     Attributes:
         memory: bytes that a rank may use.
-        elements: number of parameter elements of the model.
+        elements: number of the model's parameter elements.
         itemsize: bytes per element in the compute dtype.
         frozen: number of parameter elements without gradient and moments.
     """

@@ -1,7 +1,7 @@
-"""Bytes that a rank sends to the other ranks of its stage for a block under tensor parallelism.
+"""Bytes that a rank sends for one block in tensor-parallel collectives.
 
-In a ring of t ranks (Patarasuk and Yuan, 2009), an all-gather or reduce-scatter of B bytes sends (t - 1) / t * B, and
-an all-reduce sends twice as much. Sums for the loss of a sharded head are not counted.
+In a ring of t ranks (Patarasuk and Yuan, 2009), each rank sends (t - 1) / t * B for an all-gather or reduce-scatter of
+B bytes, and twice as much for an all-reduce. Sums for the loss of a sharded head are not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 def _moved(node: fx.Node, sizes: Sizes) -> int:
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
-    # The node's value is (result, operand). Count the unsharded tensor: a reduce-scatter's operand, or else the result.
+    # The node's value is (result, operand). Count the unsharded one: for a reduce-scatter, the operand.
     result, *operand = sizes.storages(node).values()
     return _TIMES[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

@@ -17,7 +17,7 @@ VariantOf = Callable[[Block, StagePart], Variant]
 
 
 class CompiledBlocks:
-    """Model data from a captured model and its compiled graphs.
+    """`PricedBlocks` of a captured model, from its compiled graphs.
 
     Args:
         compiled: returns a block's graphs, like `passes.variants.Variants.get`.
@@ -52,7 +52,6 @@ class CompiledBlocks:
         return self._known_halves[key]
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """See `Blocks`."""
         return bool(self._variant(block, part).added)
 
     def repeated(self, block: str, kind: StageKind) -> float:
@@ -75,7 +74,7 @@ class CompiledBlocks:
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return s (`partial_recomputation`) of a block."""
+    """Return a block's s, defined in `partial_recomputation`."""
     least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
     return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
 

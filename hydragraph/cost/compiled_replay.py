@@ -1,21 +1,23 @@
 """Exact duration of a pipeline with unequal stages and micro-batches, from a schedule's table (`ir.schedules`).
 
-    S, V            stages, micro-batches of the pipeline
-    M               micro-batches in `rows`, at least V
+    S, V            numbers of the pipeline's stages and micro-batches
+    M               number of micro-batches in `rows`, at least V
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
-                    EARLY      work before a forward that does not need its message
+                    EARLY      work before a forward that does not wait for the forward's message
                     FORWARD, BACKWARD
-                    AHEAD      message with a hidden state from stage s to s + 1
-                    BACK       message with its gradient from stage s + 1 to s
+                    AHEAD      sending the hidden state from stage s to s + 1
+                    BACK       sending its gradient from stage s + 1 to s
     F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
     B(s, x)         end of its backward
+    P               end of the previous action in the row
 
-A row of the schedule's table has one or more stages on the same devices and runs one action at a time, in order:
+Each row of the schedule's table runs the stages of one group of devices, one action at a time:
 
-    F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
-    B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
+    F(s, x) = max(P + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
+    B(s, x) = max(P, B(s + 1, x) + BACK of stage s) + BACKWARD
 
-An input gradient follows the formula of B with its share of BACKWARD; a weight gradient waits for no message.
+If a backward is split, its input gradient follows the formula of B with a share of BACKWARD, and its weight gradient
+waits for no message.
 """
 
 from __future__ import annotations

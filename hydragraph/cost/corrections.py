@@ -1,11 +1,11 @@
-"""Measured errors of the cost model, by kind of instruction, type of device and rank.
+"""Measured errors of the cost model, by kind of instruction, device type and rank.
 
-A sample is the ratio of a rank's measured and predicted seconds of one kind in one step. All medians are over
-logarithms of the latest samples.
+A sample is a rank's measured time for one kind of work in one step, divided by the predicted time. Medians are over
+the logarithms of the latest samples.
 
-    base of a type     lower median of its ranks' medians, each over a rank's forwards and backwards
+    base of a type     lower median of the medians of its ranks, each over the rank's forwards and backwards
     straggler          a rank whose median exceeds the base by more than a tenth and more than four standard errors
-    factor of a kind   median of all samples of the type's ranks except stragglers, limited to 1/4 to 4
+    factor of a kind   median of all samples of the type's ranks except stragglers, between 1/4 and 4
     rate of a rank     a straggler's median divided by the base
 
 Stragglers within a tensor-parallel stage are not identified.
@@ -28,9 +28,9 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
-LEAST = 5  # minimum samples of a rank for a correction
+LEAST = 5  # minimum number of samples; a rank with fewer is ignored
 WINDOW = 64  # maximum number of samples to keep
-BOUND = 4.0  # largest factor; a larger error has another cause
+BOUND = 4.0  # largest factor, because larger errors have other causes
 BEHIND = 1.1  # minimum slowdown of a straggler
 CERTAIN = 4.0  # minimum excess of a straggler, in standard errors of its median
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
@@ -44,8 +44,8 @@ class Corrections:
     """Correction factors from the samples of past steps.
 
     Attributes:
-        types: type of each rank's device; empty without measurements.
-        samples: measured / predicted seconds by kind and rank, the newest last.
+        types: each rank's device type; empty without measurements.
+        samples: measured divided by predicted time, by kind and rank, newest last.
     """
 
     types: tuple[str, ...] = ()
@@ -56,18 +56,18 @@ class Corrections:
             if not 0 <= rank < len(self.types):
                 raise ValueError(f"samples has rank {rank}, but the ranks are 0 to {len(self.types) - 1}")
             if not all(0 < ratio < math.inf for ratio in ratios):
-                raise ValueError(f"{kind.value} on rank {rank}: samples must be finite and above 0")
+                raise ValueError(f"{kind.value!r} on rank {rank}: samples must be finite and above 0")
 
     def __hash__(self) -> int:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
     def with_step(self, ratios: Mapping[tuple[TimeKind, int], float]) -> Corrections:
-        """Return corrections with the measured / predicted seconds of another step."""
+        """Return corrections that include another step's samples."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 
     def factor(self, kind: TimeKind, type_: str | None = None) -> float:
-        """Return the correction factor of a kind, computed without stragglers; 1 if unknown."""
+        """Return a kind's correction factor, computed without stragglers; 1 if unknown."""
         slow = self.health
         logs = [
             math.log(ratio)
@@ -78,7 +78,7 @@ class Corrections:
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
     def steps(self, kind: TimeKind, type_: str | None = None) -> int:
-        """Return the number of steps that a factor is computed from."""
+        """Return how many steps determine a factor."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
 
@@ -130,7 +130,7 @@ class Corrections:
         """Read a file written by `save`.
 
         Raises:
-            ValueError: it is not a corrections file.
+            ValueError: the file does not contain corrections.
         """
         try:
             record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -145,10 +145,10 @@ class Corrections:
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
-    """Return a profile with corrected seconds; `Costs` corrects the bytes of transfers.
+    """Return a profile with corrected times; for transfers, `Costs` corrects the bytes instead.
 
     Args:
-        type_: type of device; None: all.
+        type_: device type; None: all.
     """
     factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, TimeKind.UPDATE, TimeKind.COMMIT)}
     if all(factor == 1 for factor in factors.values()):
@@ -176,7 +176,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
 
 
 def _corrected(name: str, piece: BlockPiece, kind: StageKind, ahead: float, back: float) -> BlockPiece:
-    if name == AUX:  # it has no backward
+    if name == AUX:  # AUX has no backward
         forward = piece.forward.times(ahead) if piece.forward is not None else None
         return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)
     one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))

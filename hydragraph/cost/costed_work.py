@@ -1,4 +1,4 @@
-"""Costs of the instructions of one iteration."""
+"""Costs of an iteration's instructions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ class CostedWork:
         return self._curve_seconds[key]
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
-        """See `Priced`."""
         stage = self._where[ranks[0]]
         costs = self._costs
         role = next(role for role in stage.roles if micro_batch in role.micro_batches)
@@ -133,12 +132,11 @@ class CostedWork:
         return self._moved[owners]
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float:
-        """See `Priced`."""
         factor = self._costs.transfer_factors[TimeKind.P2P]
         return factor * self._batches[pipeline][micro_batch].tokens * self._costs.sizes.hidden_bytes
 
     def ring_bytes(self) -> dict[tuple[int, int], float]:
-        """Return the bytes that each rank sends to the next rank in tensor-parallel sums that the curves exclude."""
+        """Return the bytes of the tensor-parallel sums that the curves exclude, by (sender, receiver)."""
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:
             t = len(placed.ranks)

@@ -1,13 +1,13 @@
 """Costs: time and memory of a strategy, for planning, simulation, comparison and reports.
 
-The time of a strategy is that of its slowest pipeline (`PipelineCost.seconds`, exact) plus that of pull, push, commit
-and update (`fixed`).
+A strategy takes as long as its slowest pipeline (`PipelineCost.seconds`, exact) plus the time that pull, push, commit
+and update add (`fixed`).
 
 Formulas of the papers -> functions:
 
     AutoHet, T*: slowest pipeline, plus synchronization           `Costs.seconds`: the exact schedule, plus `fixed`
-    Malleus, y: seconds of a stage on its slowest rank            `Pricing.stages`, with the rank's `rate`
-    Malleus, limit of the memory of a stage                       `Costs.max_len`, from `rank_memory`
+    Malleus, y: a stage's seconds on its slowest rank             `Pricing.stages`, with the rank's `rate`
+    Malleus, a stage's memory limit                               `Costs.max_len`, from `rank_memory`
     Hydraulis, section 5.2, slices that pull and push exchange    `CostedWork.moved`
 """
 
@@ -37,12 +37,12 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-IN_FLIGHT = 2  # assumed number of buckets of the largest size in flight at the same time
+IN_FLIGHT = 2  # assumed number of buckets in flight at once, each of the largest size
 
 
 class Costs(Pricing):
@@ -107,7 +107,7 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return costs on the given ranks, renumbered in the given order, under a home."""
+        """Return costs on some of the ranks, renumbered in the given order, under another home."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
@@ -159,7 +159,7 @@ class Costs(Pricing):
 
         Raises:
             Unsupported: a kind of stage was not measured, or a stage has a lost rank.
-            ValueError: the model has another number of layers.
+            ValueError: the pipeline and the model differ in their number of layers.
         """
         if pipeline.layers != self.outline.layers:
             raise ValueError(
@@ -221,7 +221,7 @@ class Costs(Pricing):
             )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the maximum tokens of a pipeline's micro-batch that fit in memory under the default schedule.
+        """Return the size in tokens of a pipeline's largest micro-batch that fits in memory under the default schedule.
 
         Args:
             strategy: the pipeline's strategy; pipelines that share stages are assumed to have micro-batches of equal
@@ -239,13 +239,13 @@ class Costs(Pricing):
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration; simulated if stages stream or offload."""
+        """Return the seconds of an iteration, simulated if stages stream or offload."""
         if strategy.streams or strategy.offloads:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the end of the slowest pipeline in an iteration, without `fixed`; shared stages are simulated."""
+        """Return the seconds until the slowest pipeline ends, without `fixed`; simulated if stages are shared."""
         if strategy.shares:
             return self._computing_s(strategy, assignment.counts, self.work(strategy, assignment))
         ends = [
@@ -258,7 +258,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to an iteration.
 
-        A simulation with two micro-batches per stage determines them, because computation hides part of the traffic.
+        Computation hides part of the traffic, so two micro-batches per stage are simulated.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)

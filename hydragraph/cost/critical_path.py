@@ -59,7 +59,7 @@ class CriticalPath:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds of each kind, the largest first."""
+        """Seconds by kind of step, largest first."""
         seconds: dict[str, float] = {}
         for step in self.steps:
             seconds[step.kind] = seconds.get(step.kind, 0.0) + step.seconds
@@ -95,7 +95,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    # A push's transfer to second owners may end after the instruction that waits for the push.
+    # A push may still send to second owners when the next push begins.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
@@ -150,7 +150,7 @@ def _words(actor: Actor, run: Sequence[Instruction]) -> str:
         return f"{where} {'pulls' if op is Op.PULL else 'pushes'} {names}"
     if op is Op.SEND:
         what = "hidden states" if run[0].reads[0].kind is ValueKind.ACTIVATION else "gradients"
-        return f"{where} sends {what} of {len(run)} micro-batch{'es' * (len(run) != 1)} to the next stage"
+        return f"{where} sends {what} of {len(run)} micro-batch{'es' * (len(run) != 1)} to another stage"
     if op in (Op.OFFLOAD, Op.FETCH):
         names = run[0].target if len(run) == 1 else f"{len(run)} blocks, {run[0].target} to {run[-1].target}"
         return f"{where} copies activations of {names}"

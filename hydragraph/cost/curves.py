@@ -42,7 +42,7 @@ class Constants:
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
-        near: s per unit of q(l) (`cost.reach`), for each window or chunk size of attention.
+        near: s per unit of q(l) (`cost.reach`), for each attention window or chunk size.
     """
 
     a: float
@@ -52,7 +52,6 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
@@ -92,8 +91,7 @@ class Table:
     """Measured seconds: rows of (sequences, total tokens, seconds).
 
     Seconds are interpolated linearly over the tokens, then over the mean length sum l^2 / sum l. Outside the measured
-    tokens, the first and last segments are extended, but never below 0 seconds and never beyond twice the measured
-    tokens.
+    range, the first and last segments are extended, to at most twice the measured tokens and never below 0 seconds.
     """
 
     rows: tuple[tuple[int, int, float], ...]
@@ -121,7 +119,7 @@ class Table:
         """Return a micro-batch's seconds.
 
         Raises:
-            Unsupported: the micro-batch has over twice the measured tokens.
+            Unsupported: the micro-batch has more than twice the measured tokens.
         """
         tokens = load.tokens
         if tokens <= 0:

@@ -1,9 +1,9 @@
 """Profiles from datasheets: a model's operations and bytes, divided by fractions of a device's peak rates.
 
-The forward of a product with a weight of P elements over T tokens needs 2 P T operations. Attention with H heads of
-size D over L tokens needs 4 L^2 H D operations (with a window or chunks, 4 q(L) H D; see `cost.reach`), or half as
-many if causal. The backward needs twice as many operations. Tensor-parallel sums are priced separately. Kernels follow
-a roofline (`Roofline`) unless `efficiency` is given.
+In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
+heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
+takes half as many. The backward takes twice as many operations. Tensor-parallel sums are priced separately. Kernels
+follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Roofline:
     Attributes:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`). On an A100, attention
             reaches 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: size at which a dimension of a product, such as the tokens, halves the product's speed; fitted by
+        half: size of a dimension, such as the tokens, that halves a matrix product's speed; fitted by
             `benchmarks/published_runs.py --fit`.
-        memory: fraction of the memory bandwidth that element-wise operators reach; `memory` and `launch_s` are assumed.
+        memory: fraction of the memory bandwidth that element-wise operators reach; assumed, like `launch_s`.
     """
 
     attention: float = 0.8
@@ -63,11 +63,11 @@ class Roofline:
     launch_s: float = 4e-6
 
 
-Product = tuple[float, int, int]  # (uses of a weight [n, k] per token, n, k)
+Product = tuple[float, int, int]  # (uses per token of a weight [n, k], n, k)
 ROOFLINE = Roofline()
 KERNELS = 2  # kernels per product: the product, and fused element-wise operators
-# Number of published runs that were not used to fit constants, and the mean error of their predictions
-# (`benchmarks/published_runs.py`, 2026-11-29).
+# (number of published runs that were not used for fitting, mean error of their predictions)
+# (`benchmarks/published_runs.py`, 2026-11-29)
 PUBLISHED = {"without pipelines": (20, 0.080), "with pipelines": (19, 0.132), "on V100s mixed with T4s": (7, 0.099)}
 # AdamW reads four fp32 numbers per element and writes three.
 UPDATE_BYTES = 28
@@ -80,13 +80,13 @@ def datasheet(
     degrees: Sequence[int] | None = None,
     compiled: VariantOf | None = None,
 ) -> Profile:
-    """Return a profile for every type of a cluster.
+    """Return a profile that covers all of a cluster's device types.
 
     Args:
         efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all degrees that divide the heads.
-        compiled: `passes.variants.Variants.get`, which returns the graphs from which the memory of blocks is computed;
-            None: the profile contains no memory.
+        compiled: returns a block's graphs, like `passes.variants.Variants.get`, to compute its memory; None: the
+            profile contains no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a fraction of the datasheet's FLOP/s above 0 and at most 1")
@@ -198,7 +198,7 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
 def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> BlockPiece:
     try:
         work = operations(program, block, kind.tp)
-    except Unsupported:  # lowering reports a degree that does not divide the block
+    except Unsupported:  # lowering reports that the degree does not divide the block
         work = operations(program, block, 1).divided(kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = rates.products(work.products)
@@ -219,12 +219,12 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
 
 @dataclass(frozen=True)
 class Operations:
-    """Work of one block on a stage's first rank.
+    """Work of one block on a stage's last rank, whose shards are largest.
 
     Attributes:
         attention: operations per unit of q(l), by `Reach`.
-        products: (times per token, n, k) of each weight [n, k].
-        during_sums: for each tensor-parallel sum of the backward, products whose weight gradients are computed
+        products: (uses per token, n, k) of each weight [n, k].
+        during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
             during it.
         before_sums: for each sum (forward sums first), the products whose results the sum adds up over the ranks.
     """

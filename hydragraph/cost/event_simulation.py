@@ -1,15 +1,16 @@
-"""The event simulation: when every instruction of every actor begins and ends.
+"""Event simulation of when each actor's instructions begin and end.
 
 The clock is the time at which the last transfer ended (`cost.shared_ports`). Computations are timed ahead of the clock,
 as far as the ends of their inputs are known. No event begins earlier than the clock.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
-    queue   pull, push, send, copy (to or from the host) and computation: one at a time each, in the program's order
+    queue   pulls, pushes, sends, copies (to or from the host) or computations: one at a time, in the program's order
     hand    queue for the second half of a push, from first to second owners; the next push does not wait for it
-    ready   when an instruction can begin;  cause: the last instruction for which it waited
+    ready   when an instruction can begin
+    cause   the instruction that it waited for last
 
-Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, a message 0.5 s.
+Example: two stages of one rank each, and one micro-batch. A forward takes 1 s, a backward 2 s, and a message 0.5 s.
 
     stage 0  computes forward 0-1;  sends 1-1.5;                                    computes backward 5-7
     stage 1                         computes forward 1.5-2.5 and backward 2.5-4.5;  sends 4.5-5
@@ -39,10 +40,10 @@ _QUEUES = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND, Op.OFFLOAD: _COPY, Op
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Begin and end of each instruction of an actor, in seconds.
+    """Begin and end of an actor's instructions, in seconds.
 
     Attributes:
-        actor, index: actor and index of the instruction for which each instruction waited last; -1: none.
+        actor, index: actor and index of the instruction that each instruction waited for last; -1: none.
         alone: seconds that each transfer would take without other traffic.
     """
 
@@ -59,7 +60,7 @@ class _Meeting:
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
-    # By actor: its instruction, arrival, and cause.
+    # actor -> (instruction, arrival time, cause)
     entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
@@ -83,9 +84,9 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when sums could be sent to second owners
-        self._at = [0] * len(actors)  # position in the compute queue
-        self._clock = [0.0] * len(actors)  # end of its last computation
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # push -> when its sums can be sent on
+        self._at = [0] * len(actors)  # each actor's position in its compute queue
+        self._clock = [0.0] * len(actors)  # end of each actor's last computation
         self._latest = [-1] * len(actors)  # index of that computation
         self._queues = [
             (
@@ -278,7 +279,7 @@ class Engine:
         meeting.entered[a] = (i, ready, (a, cause))
         if meeting.passage.whole:
             if len(meeting.entered) == len(self.actors):
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal times, the first
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equally late actors
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
         later = row & (meeting.latest < ready)

@@ -30,12 +30,12 @@ def elements_sent(
 
 
 def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
-    """Return the messages of an exchange of `sent` elements [ranks, ranks].
+    """Return the messages of an exchange in which ranks send `sent` elements [ranks, ranks].
 
-    If ranks on several nodes send the same number of bytes to all others, the exchange is a collective, for which NCCL
-    and gloo use one ring per network card.
+    If every rank sends the same number of bytes to every other rank, across nodes, the exchange is a collective, for
+    which NCCL and gloo use one ring per network card.
     """
-    # Most elements are 0; numpy finds the others six times as fast in a flat boolean array as in a matrix.
+    # Most entries are 0; numpy finds the nonzero ones six times as fast in a flat boolean array as in a matrix.
     at = np.flatnonzero(sent != 0)
     src, dst = np.divmod(at, sent.shape[1])
     size = sent.ravel()[at].astype(np.float64) * itemsize

@@ -17,10 +17,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class HalvesFootprint:
-    """Memory of the halves of a block's backward, in bytes.
+    """Memory of a block's two backward halves, in bytes.
 
     Attributes:
-        first, second: peak of each half's own values, including results.
+        first, second: peak of the values that each half creates, including results.
         postponed: values that the input half computes or saves for the weight half.
         keeps: values that the input half saves unchanged: "hidden", "aux", "output" or "tangent".
     """
@@ -38,8 +38,8 @@ class Footprint:
     Attributes:
         output: the hidden state (for the last block, the loss).
         saved: values saved for the backward, without inputs and output.
-        keeps: values saved unchanged: "hidden", "aux" or "output".
-        forward, backward: peak of each graph's own values, including results.
+        keeps: inputs and output that are saved as they are: "hidden", "aux" or "output".
+        forward, backward: peak of the values that each graph creates, including results.
         small: part of `saved` that stays on the device with offloading.
     """
 

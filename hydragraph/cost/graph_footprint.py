@@ -91,7 +91,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
-    """Return a footprint as linear functions of the tokens, from footprints at 1,024 and 2,048 tokens per rank."""
+    """Return linear functions of the tokens through footprints at 1,024 and 2,048 tokens per rank."""
     small = 1024 * part.tp
     large = 2048 * part.tp
     one, two = (footprint(variant, part, MicroBatch(tokens, 1)) for tokens in (small, large))
@@ -124,12 +124,12 @@ def token_bytes(graph: fx.GraphModule) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Conversion of traced sizes to those of a micro-batch.
+    """Conversion of traced sizes to a micro-batch's sizes.
 
     Attributes:
         tokens: symbol of the token count.
         factor: tokens of the micro-batch per token of the trace.
-        bounds: number of entries of cu_seqlens.
+        bounds: length of cu_seqlens.
     """
 
     tokens: str
@@ -174,7 +174,7 @@ class Sizes:
 
 
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
-    """Return the peak bytes of a graph's own values; results are not freed."""
+    """Return the peak bytes of the values that a graph creates; results are not freed."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     change = np.zeros(lives.nodes + 1)
@@ -190,7 +190,7 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of a graph's own storages; each has constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes."""
+    """Lifetimes of the storages that a graph creates, of constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes."""
 
     nodes: int
     begin: npt.NDArray[np.int64]

@@ -2,8 +2,8 @@
 
 A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
 
-    by need   what ranks need under one strategy, or on average
-    groups    one stage's ranks; for two strategies, the ranks that both use, or that either uses
+    by need   the fractions that ranks need under one strategy, or on average
+    groups    the ranks of one stage, or those that both or either of two strategies use
     all       equal fractions for all ranks
     subsets   every set of ranks, for at most `FEW` ranks
 
@@ -19,20 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Parts = NDArray[np.float64]
-Stages = tuple[tuple[int, ...], ...]  # users of a bucket
+Stages = tuple[tuple[int, ...], ...]  # ranks of each stage that uses a bucket
 
 FEW = 4
-MOST = 8  # maximum stages of a strategy, or second nodes, to try
+MOST = 8  # maximum number of stages or second nodes to try
 PLACES = 9  # decimals in comparisons
 
 
 def candidates(
     users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
 ) -> list[Parts]:
-    """Return distinct candidates, starting with the candidate by mean need.
+    """Return distinct candidates, starting with the candidate by average need.
 
     Args:
-        users: stages that use the bucket, by strategy number.
+        users: stages that use the bucket, by strategy index.
         wide: also return `groups`, `all` and `subsets`.
     """
     ranks = len(ability)

@@ -1,8 +1,8 @@
-"""The choice of a home: the ranks that own each bucket's state, for given strategies.
+"""Choice of a home: the ranks that own each bucket's state under given strategies.
 
 Let x_b be the fractions of bucket b that ranks own (`cost.home_candidates`). Under strategy s, let p_s(x), q_s(x) and
 h_s(x) be the slowest rank's seconds for pulling the bucket, pushing its gradients and sending their sums to second
-owners. For frequencies w_s of strategies, choose
+owners. If strategy s has frequency w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
@@ -41,14 +41,14 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class HomeQuestion:
-    """Inputs of the choice of a home; equal inputs give equal homes.
+    """Inputs for choosing a home; equal inputs give equal homes.
 
     Attributes:
         home: a home whose shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
-        weights: frequencies of strategies; None: equal.
+        weights: frequency of each strategy; None: equal.
         health: slow ranks own less, and lost ranks own no state.
-        room: number of elements for which each rank has memory; None: unlimited.
+        room: number of elements that fit in each rank's memory; None: unlimited.
     """
 
     outline: Outline
@@ -67,7 +67,7 @@ class BucketClass:
     """Buckets of equal form that the same stages use; their owners are chosen together.
 
     Attributes:
-        users: strategy number -> the stages that use the buckets.
+        users: strategy index -> the stages that use the buckets.
     """
 
     buckets: tuple[Bucket, ...]
@@ -108,7 +108,7 @@ def expected_s(question: HomeQuestion, home: Home) -> float:
 
 
 def numbers(parts: Parts) -> tuple[float, ...]:
-    """Return fractions as relative shares, in whole numbers if possible."""
+    """Convert fractions to relative shares, in whole numbers if possible."""
     shares = parts / parts[parts > 0].min()
     whole = np.rint(shares)
     return tuple(map(float, whole if np.allclose(shares, whole, rtol=0, atol=1e-6) else parts / parts.max()))
@@ -129,7 +129,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """Shares for buckets that no stage uses, 0 for lost ranks; None: equal."""
+        """Shares of buckets that no stage uses, 0 for lost ranks; None: equal."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)

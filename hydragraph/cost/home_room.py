@@ -1,14 +1,14 @@
-"""Linear program for owners of all buckets within the ranks' memory.
+"""Linear program that chooses owners of all buckets within the ranks' memory.
 
-Class k has n_k buckets of z_k elements; its candidate c gives rank r the fraction p_cr and takes e_kc seconds. With m
-copies and room for M_r elements on rank r, choose the fractions x_kc of candidates:
+Class k has n_k buckets of z_k elements. Candidate c gives rank r the fraction p_cr of a bucket and takes e_kc seconds.
+There are m copies, and M_r elements fit on rank r. Choose the fraction x_kc of class k that uses candidate c:
 
     minimize    sum_kc n_k e_kc x_kc
     subject to  sum_c x_kc = 1                            for every class k
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-As many buckets as possible use a single candidate; the others mix the remaining fractions.
+As many buckets as possible use a single candidate; the others mix the candidates that are left over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from hydragraph.cost.home_candidates import Parts
 
 EXACT = 1e-9
-FULL = 1 - 1e-6  # for rounding errors of the solver and of shard boundaries
+FULL = 1 - 1e-6  # margin for rounding errors of the solver and of shard boundaries
 
 
 def within(
@@ -30,10 +30,11 @@ def within(
     seconds: Sequence[Sequence[float]],
     room: Parts,
 ) -> list[list[Parts]] | None:
-    """Return the fractions of ranks for each class's buckets; None if memory does not suffice.
+    """Return the ranks' fractions of each bucket, by class; None if memory does not suffice.
 
     Args:
-        counts, sizes: number of buckets of each class, and elements of one bucket including all copies.
+        counts: number of buckets in each class.
+        sizes: elements of one bucket in each class, over all copies.
         room: M [ranks].
     """
     from scipy.optimize import linprog  # only needed if the best owners do not fit
@@ -57,7 +58,7 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return the fractions of `count` equal buckets, given candidates with multiplicities that add up to `count`."""
+    """Return the fractions of `count` equal buckets, given (candidate, possibly fractional number of buckets)."""
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])
     for parts, times in chosen:

@@ -18,10 +18,8 @@ NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 class Priced(Protocol):
-    """Costs of instructions."""
-
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """Return the seconds of a block's forward or whole backward for each micro-batch, on all ranks of a stage.
+        """Return a stage's seconds for a block's forward or unsplit backward, for each micro-batch.
 
         Args:
             micro_batches: numbers of all of the stage's micro-batches (`ir.rank_program.Role`).
@@ -37,7 +35,7 @@ class Priced(Protocol):
         ...
 
     def handed_on(self, bucket: str) -> Transfers:
-        """Return a push's transfers from first to second owners; empty for one copy."""
+        """Return a push's transfers from first to second owners; empty if there is one copy."""
         ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
@@ -60,14 +58,13 @@ Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
 class Without:
-    """Costs of instructions with some parts set to zero; "ending" is commit and update."""
+    """Costs of instructions, some of them set to 0; "ending" stands for commit and update."""
 
     def __init__(self, work: Priced, *parts: Part) -> None:
         self._work = work
         self._parts = frozenset(parts)
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `Priced`."""
         if "computing" in self._parts:
             return [0.0] * len(micro_batches)
         return self._work.computing(op, block, ranks, micro_batches)
@@ -77,15 +74,12 @@ class Without:
         return 0.0 if "computing" in self._parts else self._work.copying(block, ranks, micro_batch)
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """See `Priced`."""
         return NOTHING if op.value in self._parts else self._work.moved(op, bucket)
 
     def handed_on(self, bucket: str) -> Transfers:
-        """See `Priced`."""
         return NOTHING if "push" in self._parts else self._work.handed_on(bucket)
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
-        """See `Priced`."""
         return None if "messages" in self._parts else self._work.message_bytes(pipeline, micro_batch)
 
     def update_s(self, rank: int) -> float:
@@ -95,5 +89,4 @@ class Without:
         return 0.0 if "ending" in self._parts else self._work.commit_s()
 
     def handling(self, rank: int) -> float:
-        """See `Priced`."""
         return self._work.handling(rank)

@@ -24,8 +24,8 @@ class Traffic:
     """Bytes moved in one direction.
 
     Attributes:
-        src, dst: int64 sender and receiver of each pair, sorted; a rank never sends to itself.
-        size: int64 bytes.
+        src, dst: sender and receiver of each pair of different ranks, int64, sorted.
+        size: bytes of each pair, int64.
         local: bytes that do not leave their rank.
     """
 

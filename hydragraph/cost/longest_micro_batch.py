@@ -1,7 +1,7 @@
-"""Maximum tokens of micro-batches that fit each rank's memory.
+"""Maximum tokens of a micro-batch that fits in every rank's memory.
 
-A `rank_memory.Walk` is slow. An inner stage is therefore skipped if an earlier inner stage of the same kind runs at
-least the same blocks and has no more free memory: a micro-batch that fits there also fits here.
+A `rank_memory.Walk` is slow, so an inner stage is skipped if an earlier inner stage of the same kind runs at least the
+same blocks and has no more free memory: a micro-batch that fits on the earlier stage also fits on the skipped one.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hydragraph.cost.pricing import Pricing
 from hydragraph.cost.rank_memory import micro_batches_until_peak
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
 from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Maximum number of cached peaks, which need about a megabyte each.
 PEAKS = 256
 
 
 class LongestMicroBatch:
-    """Maximum number of tokens that a micro-batch can have in the memory of a cluster's ranks.
+    """Search for the longest micro-batches that fit in the memory of a cluster's ranks.
 
     Args:
         other: an instance for the same profile, types and number of ranks, whose cached peaks are reused.
@@ -80,7 +80,7 @@ class LongestMicroBatch:
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
         """Yield (stage position, rank) pairs; if a micro-batch fits on these, it fits on all ranks."""
         contents = [self._contents(*span) for span in self._costs.spans(pipeline)]
-        looked: list[tuple[object, Counter[object], float]] = []  # stages between first and last
+        looked: list[tuple[object, Counter[object], float]] = []  # inner stages so far
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
             alike = (stage.kind, stage.stream, stage.offload)
@@ -121,10 +121,10 @@ class LongestMicroBatch:
         )
 
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
-        """Return the peak of a rank of a shared stage.
+        """Return the peak of one rank in a shared stage.
 
-        For any order of micro-batches, stage s of S stores at most S - s of each pipeline, and the last stage stores
-        one in total.
+        For any order of micro-batches, stage s of S stores at most S - s micro-batches of each pipeline, and the last
+        stage stores one in total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
         last = left[0] == 1

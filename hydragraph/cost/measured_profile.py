@@ -1,4 +1,4 @@
-"""Measured constants of a model: time of micro-batches, and memory limits (Hydraulis, section 6).
+"""Measured constants of a model: micro-batch times and memory limits (Hydraulis, section 6).
 
 T(l, P): seconds of l tokens in scheme P  `Profile.seconds`
 T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
@@ -29,8 +29,9 @@ from hydragraph.errors import Unsupported, type_text
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, regular_pipeline
+from hydragraph.spec.strategy_text import regular_pipeline
 
 INSTANT = Interconnect(1e300, 0.0)
 
@@ -68,7 +69,6 @@ class PipelineCost:
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Costs of the stages."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
@@ -84,20 +84,22 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        util: tokens with which a micro-batch reaches 85 % of the plateau of tokens/s, by tensor-parallel degree.
+        util: micro-batch tokens that reach 85 % of the maximum tokens/s, by tensor-parallel degree.
         memory: memory model; None: only `limits` bound a micro-batch.
         limits: measured maximum tokens of a micro-batch, by scheme.
-        hetero_sync_s: seconds that pipelines of different schemes add to an iteration.
-        failed, unfit: schemes (`failed`) and kinds of stage (`unfit`) whose fits failed, with the reasons.
+        hetero_sync_s: seconds that an iteration takes longer if its pipelines have different schemes.
+        failed: reason of each failed fit, by scheme.
         blocks: template of every block, in order.
-        pieces: costs of each template and of AUX, by kind of stage.
-        link, messages: link between two ranks, and the (bytes, seconds) to which it was fitted.
+        pieces: costs of AUX and of each template, by kind of stage.
+        unfit: reason of each failed fit, by kind of stage.
+        link: link between two ranks, fitted to `messages`.
+        messages: measured (bytes, seconds) pairs.
         residuals: root mean square relative errors of the fits.
-        type: type of device, as named by clusters; "": any.
-        sizes: sizes of the model; None: derived from the pieces (`model_sizes`).
-        update: seconds of an optimizer step: constant, and per element of the home shard.
+        type: device type, as named by clusters; "": any.
+        sizes: model sizes; None: derived from the pieces (`model_sizes`).
+        update: (seconds, seconds per element of the home shard) of an optimizer step.
         commit_s: seconds of the commit before the optimizer step.
-        norm_s: seconds of the gradient norm, per element of the home shard.
+        norm_s: seconds of the gradient norm per element of the home shard.
         efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
         others: profiles of other device types.
     """
@@ -165,7 +167,7 @@ class Profile:
         more = f", or measure it with hydragraph profile --type {type_} and combine profiles" if type_ else ""
         raise self._unsupported(
             f"device type {type_!r} was not measured" if type_ else "the cluster's devices have no type",
-            remedy=f"use {measured} in the cluster{more}",
+            remedy=f"use a measured type ({measured}) in the cluster{more}",
         )
 
     @property
@@ -191,7 +193,7 @@ class Profile:
         """
         if self.device is None:
             raise self._unsupported(
-                "the memory of its device is not known",
+                "its device's memory is not known",
                 remedy="measure the model with hydragraph profile, or give a cluster",
             )
         device = SpecDevice(1.0, max(1, int(self.device.memory)), 1.0, type=self.type)
@@ -199,7 +201,7 @@ class Profile:
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """Model sizes; approximate if only the number of elements of each block is known."""
+        """Model sizes; approximate if only each block's number of elements is known."""
         if self.sizes is not None:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
@@ -224,7 +226,8 @@ class Profile:
         """Read a file written by `save`.
 
         Raises:
-            FileNotFoundError, ValueError: no profile is at `path`.
+            FileNotFoundError: `path` does not exist.
+            ValueError: the file is not a profile.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -266,7 +269,7 @@ class Profile:
         measured = ", ".join(f"<tp{tp},pp{pp}>" for tp, pp in sorted(self.schemes))
         raise self._unsupported(
             f"scheme <tp{scheme[0]},pp{scheme[1]}>: {why}",
-            remedy=f"use a measured scheme ({measured}), or measure it: hydragraph profile --schemes "
+            remedy=f"use a measured scheme ({measured}), or measure this one: hydragraph profile --schemes "
             f"tp{scheme[0]}pp{scheme[1]}",
         )
 
@@ -286,7 +289,7 @@ class Profile:
         return float(result) if np.ndim(length) == 0 else result
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen: maximum tokens of a micro-batch, 0 if none fits, with the state on `devices` devices."""
+        """Return MaxLen, the maximum tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
         self.constants(scheme)
         # Measured limits include memory lost to the allocator.
         if scheme in self.limits:
@@ -304,7 +307,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen: minimum tokens of a micro-batch to use the device well."""
+        """Return UtilLen, the fewest tokens of a micro-batch that uses the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(
@@ -314,7 +317,7 @@ class Profile:
         return self.util[scheme[0]]
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a scheme's pipeline, with the state on `devices` devices."""
+        """Return the cost of a scheme's pipeline if `devices` devices share the state."""
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)
@@ -322,11 +325,11 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline (`Costs` prices others), with the state on `devices` devices.
+        """Return the cost of a regular pipeline if `devices` devices share the state; `Costs` prices other pipelines.
 
         Raises:
             Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.
-            ValueError: the model has another number of layers.
+            ValueError: the pipeline and the model differ in their number of layers.
         """
         if self.layers is not None and pipeline.layers != self.layers:
             raise ValueError(
@@ -347,11 +350,10 @@ class Profile:
         return tuple(by_scheme[scheme] for scheme in schemes)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return the seconds that pipelines of different schemes add, by published constants."""
+        """Return `hetero_sync_s` if the schemes differ, else 0."""
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return `charge`."""
         return self.charge(schemes)
 
     def only(self, schemes: Sequence[Scheme]) -> Profile:

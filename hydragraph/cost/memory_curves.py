@@ -8,7 +8,7 @@ from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
 from hydragraph.cost.timeline import SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# (rank, exchanges ended before each of its instructions: `Walk.over`) -> the rank's walk.
+# (rank, exchanges that ended before each instruction: `Walk.over`) -> the rank's walk.
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 
@@ -45,7 +45,7 @@ class MemoryCurves(Sequence[MemoryCurve]):
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
-    """Return the exchanges that end before each instruction, as in the executor."""
+    """Return the exchanges whose end the executor notices before each instruction."""
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}
     now = 0.0

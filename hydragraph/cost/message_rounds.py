@@ -14,15 +14,16 @@ Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):
-    """Links with index 2 (a K + b) + across, where a and b are kinds of nodes, and across is 1 if the nodes differ.
+    """Links from nodes of kind a to kind b, at index 2 (a K + b), or 2 (a K + b) + 1 if the nodes differ.
 
     Attributes:
-        node, kind, card: node, kind of node, and network card of each rank [R].
-        kinds: K, the number of kinds of nodes.
-        handling: each rank's multiplier of latency [R].
+        node, kind, card: each rank's node, node kind and network card [R].
+        kinds: K, the number of node kinds.
+        handling: factor of each rank's latency [R].
         latency_s, bytes_per_s: of each link [2 K K].
         first: index of each link's first measured point, then the number of points [2 K K + 1].
-        logs, speeds: log of the bytes, and bytes per second, of points.
+        logs: for each measured point, the logarithm of its bytes.
+        speeds: for each measured point, bytes per second.
     """
 
     node: Ints
@@ -40,7 +41,7 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of each message [M], the seconds that it occupies a card [M], and each rank's seconds [R].
+    """Return each message's seconds without latency [M], its seconds on a card [M], and each rank's seconds [R].
 
     Args:
         src, dst: ranks [M].

@@ -1,4 +1,4 @@
-"""Search for the order of micro-batches that ends first, on equal stages.
+"""Search for the micro-batch order that ends first on equal stages.
 
 Equations of Hydraulis -> functions:
 
@@ -18,7 +18,7 @@ from hydragraph.cost.compiled_replay import PARTS, Scratch, replay, scratch_of
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.kernels.numba_compiler import compiled
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -30,7 +30,7 @@ _BACKWARD = compiled_replay.BACKWARD
 
 @compiled
 def equal_stages(costs: Floats, stages: int) -> Floats:
-    """Return the seconds of micro-batches on equal stages [V, S, 5], as rows for `replay`."""
+    """Return the `rows` of `replay` for equal stages [V, S, 5]."""
     rows = np.zeros((len(costs), stages, PARTS))
     for j in range(len(costs)):
         for s in range(stages):
@@ -101,7 +101,7 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
     """Return the earliest end found, and its order.
 
     Args:
-        costs: seconds on a stage [V].
+        costs: each micro-batch's seconds on one stage [V].
         climb: maximum rounds of swaps for each starting order.
     """
     count = len(costs)
@@ -127,7 +127,7 @@ def published_seconds(costs: Sequence[float], stages: int) -> float:
 
 
 def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
-    """Return the end of micro-batches in this order on equal stages; `costs` are the seconds on one stage."""
+    """Return the seconds until micro-batches in this order end on equal stages; `costs` as in `best_order`."""
     count = len(costs)
     if not count:
         return 0.0

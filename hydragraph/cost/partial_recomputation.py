@@ -1,7 +1,7 @@
 """Cost of a block that recomputes within a memory budget, from its costs without and with full recomputation.
 
-    s    fraction of full recomputation's operations that the budget repeats; without graphs, 1 - budget
     b    the memory budget
+    s    fraction of full recomputation's operations that the block repeats; without graphs, 1 - b
 
 The backward takes longer by s times the seconds that full recomputation adds. These seconds exclude attention, because
 its results are always saved. The block saves the fraction b of the bytes that it saves without recomputation.
@@ -19,7 +19,6 @@ from hydragraph.cost.curves import Constants, Curve, Table
 def within_budget(
     plain: Mapping[str, BlockPiece], full: Mapping[str, BlockPiece], budget: float, shares: Mapping[str, float]
 ) -> dict[str, BlockPiece]:
-    """Return the pieces of all templates within a memory budget."""
     return {
         template: piece if template == AUX else _within(piece, full[template], budget, shares[template])
         for template, piece in plain.items()

@@ -1,7 +1,7 @@
 """Maximum number of tokens that fit in a rank's memory.
 
-The peak as a function of the tokens is a maximum of linear functions and therefore convex, so Newton's method converges
-to the unique answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
+As a function of the tokens, the peak is a maximum of linear functions and therefore convex, so Newton's method
+converges to the unique answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROUNDS = 8
 
 
 class Peak:
-    """Peak bytes of a rank as a non-decreasing function of the tokens of equal micro-batches.
+    """Peak bytes of a rank, as a non-decreasing function of the tokens per micro-batch.
 
     Args:
         bytes_at: returns the bytes for a number of tokens that is a multiple of the step.

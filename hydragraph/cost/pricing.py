@@ -1,4 +1,4 @@
-"""Costs on a cluster: time of stages, state of ranks, and walks of their memory."""
+"""Costs on a cluster: stage times, the ranks' state, and memory walks."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ class Pricing:
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
-        """Return the slowest link of a ring of ranks, for messages of `size` bytes."""
+        """Return the slowest link in a ring of ranks that send messages of `size` bytes."""
         return max((self.link(a, b) for a, b in ring_pairs(ranks)), key=lambda link: link.seconds(size))
 
     def piece_profile(self, rank: int) -> Profile:
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
-        """Return the bytes that a rank may use: the device's size, or less if less was measured to be free."""
+        """Return the bytes that a rank may use: the device's memory, or the memory measured as free if that is less."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
@@ -140,7 +140,7 @@ class Pricing:
     # Blocks.
 
     def pieces(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
-        """Return the cost of every template in a kind of stage on a type of device.
+        """Return every template's cost for one device type and kind of stage.
 
         Raises:
             Unsupported: the kind was not measured, or its fit failed.
@@ -187,7 +187,7 @@ class Pricing:
         return tuple(costs)
 
     def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
-        """Return the time of a stage with the blocks at positions `span`, [first, last)."""
+        """Return the cost of a stage whose blocks are at the positions `span`, [first, last)."""
         kind = stage.kind
         forwards = []
         backwards = []

@@ -1,4 +1,4 @@
-"""Memory of blocks from the linear functions of a profile."""
+"""Memory of blocks, from a profile's linear functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProfileBlocks:
         tokens = batch.tokens
         lines = piece.held
         gradients = 0 if lines and lines.added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        if lines is None:  # older profiles have only sums
+        if lines is None:  # older profiles have only `kept`, `working` and `fixed`
             output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the loss is a scalar
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
@@ -61,11 +61,10 @@ class ProfileBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; an upper estimate, since profiles measure whole backwards."""
+        """See `Blocks`; an upper estimate, since profiles measure unsplit backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """See `Blocks`."""
         lines = self._piece(block, part).held
         return lines is not None and lines.added
 

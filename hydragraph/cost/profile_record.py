@@ -16,7 +16,6 @@ from hydragraph.spec.stage_kind import StageKind
 
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile's fields as JSON values."""
     by_scheme = ("limits", "failed", "residuals")
     records = ("memory", "device", "link")
     pieces = {
@@ -38,7 +37,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields from a result of `saved`; older files have fewer fields."""
+    """Return the fields from the JSON values of `saved`; older files have fewer."""
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")

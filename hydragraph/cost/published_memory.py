@@ -1,10 +1,10 @@
 """Memory limits of whole schemes from published constants (Hydraulis, Appendix B.1).
 
-    H, V     hidden size, entries of the vocabulary
-    N        devices that share the sharded state
-    TP, PP   tensor-parallel degree, stages
+    H, V     hidden size, vocabulary size
+    N        number of devices that share the sharded state
+    TP, PP   tensor-parallel degree, number of stages
     A        activation bytes per element of a layer's hidden state, by tensor-parallel degree
-    B        bytes of states per element of H^2 and layer
+    B        bytes of states per layer, divided by H^2
     alpha    fraction of states sharded over all devices
 
 Formulas of Hydraulis -> functions, for the first stage, the fullest one:
@@ -67,6 +67,6 @@ class MemoryModel:
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return the maximum tokens of a micro-batch, 0 if none fits, with the state on `devices` devices."""
+        """Return the maximum tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
         free = self.device - self.margin - self.gap_bytes(scheme) - self.states_bytes(scheme, devices)
         return max(0, math.floor(free / self.token_bytes(scheme)))

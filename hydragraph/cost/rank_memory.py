@@ -39,7 +39,7 @@ class Memory:
     """Memory of one rank at its peak, in bytes.
 
     Attributes:
-        home_weights, optimizer_state, home_gradients: shares of the state, in fp32.
+        home_weights, optimizer_state, home_gradients: the rank's share of the state, in fp32.
         weights, gradients: those of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
@@ -71,7 +71,7 @@ class MemoryCurve:
     """Memory of one rank over an iteration.
 
     Attributes:
-        points: (seconds, bytes from this time on), without peaks within instructions.
+        points: (seconds, bytes from then on), without peaks within instructions.
     """
 
     peak: Memory
@@ -91,7 +91,8 @@ class Blocks(Protocol):
     """Model data for a `Walk`, from compiled graphs or, approximately, from a profile.
 
     Attributes:
-        itemsize, push_itemsize: bytes of an element of pulled weights and of pushed gradients.
+        itemsize: bytes per element of pulled weights.
+        push_itemsize: bytes per element of pushed gradients.
         hidden_bytes: bytes of one token's hidden state.
     """
 
@@ -118,7 +119,7 @@ class Blocks(Protocol):
 
 
 class PricedBlocks(Blocks, Protocol):
-    """Model data for costs."""
+    """`Blocks` that `Costs` can price."""
 
     def repeated(self, block: str, kind: StageKind) -> float:
         """Return the fraction of full recomputation's operations that a memory budget repeats."""
@@ -138,12 +139,12 @@ def rank_memory(
     """Estimate a rank's peak in one training iteration.
 
     Args:
-        messages: include pulls and pushes, each in flight until an instruction waits for it.
+        messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
         home: owners of the state; None: equal shares. Without nodes, each rank counts as a node.
         over: see `Walk`.
 
     Raises:
-        ValueError: the arguments do not match.
+        ValueError: the strategy does not fit the blocks, the ranks or `micro_batches`.
     """
     traffic = HomeTraffic(HomeLayouts(home or Home(), ranks).of)
     return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over).peak()
@@ -155,7 +156,7 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return the number of micro-batches beyond which a stage's peak grows only by token ids; None if it always grows.
+    """Return after how many micro-batches a stage's peak grows only by token ids; None if it always grows more.
 
     The first stage stores the micro-batches in flight and one returning gradient. A later stage stores those in flight,
     the next hidden state and two gradients in transit.
@@ -179,11 +180,12 @@ class Walk:
     """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
     Args:
-        blocks: model data; other arguments as for `rank_memory`.
         traffic: layouts of all buckets, which walks of several ranks can share; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: index of an instruction -> pulls and pushes (`exchange_name`) that have ended before it, in addition to
-            those for which it waits; None: no others have ended.
+        over: for the index of an instruction, the pulls and pushes (`exchange_name`) that have ended before it although
+            it does not wait for them; None: none.
+
+    For the other arguments, see `rank_memory`.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a copy of this walk with equally many other micro-batches."""
+        """Return a copy of this walk with as many micro-batches of other sizes."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -257,7 +259,7 @@ class Walk:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the peak memory, the index of its instruction, and the bytes after each instruction."""
+        """Return the peak memory, the index of the instruction with the peak, and the bytes after each instruction."""
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
@@ -461,7 +463,7 @@ class Walk:
         return self._hidden_bytes(m) // (self._part.tp if self._part.sequence_parallel else 1)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether sequence-parallel ranks receive a block's input whole, and send its output whole."""
+        """Return whether sequence-parallel ranks receive a block's entire input and send its entire output."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None

@@ -1,8 +1,8 @@
 """Number of query-key pairs that attention computes within a window or chunks.
 
 With a window of w tokens, a query attends to at most w keys, including its own; with chunks of c tokens, it attends to
-the keys of its chunk. The time of attention over l tokens is a coefficient times q(l), which is twice the number of
-causal pairs, without terms linear in l:
+the keys of its chunk. Attention over l tokens takes time proportional to q(l), which is twice the number of causal
+pairs, without terms linear in l:
 
     no limit  q(l) = l^2
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above
@@ -24,8 +24,8 @@ class Reach:
     """Keys that a query attends to.
 
     Attributes:
-        window: keys are less than `window` tokens away; None: any.
-        chunk: keys are in the query's chunk of `chunk` tokens; None: any.
+        window: keys are less than `window` tokens away; None: at any distance.
+        chunk: keys are in the query's chunk of `chunk` tokens; None: in any chunk.
     """
 
     window: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hydragraph.ir.schedules.schedule_kinds import table_of
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
 Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
 
@@ -21,13 +21,13 @@ def stage_ends(
     schedule: str = DEFAULT_SCHEDULE,
     devices: tuple[int, ...] = (),
 ) -> list[float]:
-    """Return the end of the last backward on each stage's devices; see `compiled_replay`.
+    """Return the end of the last action on each stage's devices; see `compiled_replay`.
 
     Args:
         early, forward, backward: seconds of each micro-batch on each stage.
-        ahead, back: seconds to send a hidden state from each stage except the last to the next stage, and to send its
-            gradient back; additional rows are ignored.
-        devices: group of devices of each stage (`Pipeline.rows`); empty: each stage has its own.
+        ahead: seconds to send each hidden state from each stage to the next; the last stage's are ignored.
+        back: seconds to send each hidden state's gradient back.
+        devices: each stage's group of devices (`Pipeline.rows`); empty: each stage has its own.
     """
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 

@@ -1,4 +1,4 @@
-"""Costs of schemes (tp, pp), for searches that choose the number of pipelines of each scheme."""
+"""Costs of schemes (tp, pp), for searches that choose how many pipelines use each scheme."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CostedSchemes:
         return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return `Profile.max_len` on the ranks that own most of the state; `devices` is ignored."""
+        """Return `Profile.max_len` on the ranks that own the most state; `devices` is ignored."""
         return self.pipeline(scheme, devices).max_len
 
     def util_len(self, scheme: Scheme) -> int:
@@ -72,7 +72,7 @@ class CostedSchemes:
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline on the ranks that own most of the state."""
+        """Return the cost of a pipeline on the ranks that own the most state."""
         if scheme not in self._known:
             stages = regular_pipeline(*scheme, self._costs.outline.layers, 0).stages
             placed = tuple(replace(s, devices=tuple(self._fullest[d] for d in s.devices)) for s in stages)
@@ -111,8 +111,8 @@ def schemes_of(
     """Return the costs of schemes on `ranks` measured devices.
 
     Args:
-        profile: profile with blocks, or with published constants, for which `home` is ignored.
-        home: owners of the state; default: equal shares.
+        profile: profile with blocks or with published constants.
+        home: owners of the state, ignored for published constants; default: equal shares.
     """
     if profile.blocks and profile.device is not None:
         from hydragraph.cost.costs import Costs  # PyTorch is not needed for published constants

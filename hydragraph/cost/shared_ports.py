@@ -1,8 +1,8 @@
 """Transfers that share ports and network cards.
 
-A flow at full speed uses each resource (port or card) for some fraction of the time. While the fractions that its flows
-need add up to s > 1, a resource limits each of them to 1 / s of full speed; a flow runs at the lowest of its resources'
-limits.
+At full speed, a flow uses each of its resources (ports and cards) for some fraction of the time. If the fractions of a
+resource's flows add up to s > 1, the resource limits these flows to 1 / s of full speed. A flow runs at the lowest
+limit of its resources.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Used = tuple[tuple[int, float], ...]  # (resource, fraction of the time)
 
 
 class Flow:
-    """A transfer that at time `since` still needs `left` seconds at full speed, and runs at `rate` times full speed."""
+    """A transfer that, at time `since`, runs at `rate` times full speed and needs `left` more seconds at full speed."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
@@ -28,14 +28,14 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # number of changes of rate; each invalidates earlier ends
+        self.version = 0  # number of rate changes; each invalidates the earlier end
 
 
 class Flows:
     """All flows."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, int, Flow]] = []  # (time, turn, version, flow); version 0: it begins
+        self._events: list[tuple[float, int, int, Flow]] = []  # (time, turn, version, flow); version 0: the flow begins
         self._turn = 0
         self._load: dict[int, float] = {}
         self._users: dict[int, set[Flow]] = {}

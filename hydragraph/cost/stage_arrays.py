@@ -1,7 +1,6 @@
-"""Time of stages for a micro-batch, as arrays for compiled code.
+"""Stage times of a micro-batch, as arrays for compiled code.
 
-    K  kinds of pipelines;  S  stages of the deepest kind;  R  kinds of ranks in a stage
-    W  windows and chunks of attention
+    K, S, R, W              numbers of pipeline kinds, stages of the deepest kind, rank kinds per stage, and reaches
     seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `Reach.pairs`
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
@@ -39,8 +38,9 @@ class StageTerms(NamedTuple):
 
     Attributes:
         reaches: window and chunk [W, 2]; infinite: none.
-        stages, tables: number of stages of each kind [K], and its order of work [K, S, actions].
-        faithful: whether the arrays give exactly `PipelineCost.seconds` [K].
+        stages: number of stages of each kind [K].
+        tables: schedule of each kind [K, S, actions].
+        faithful: whether a kind's arrays give exactly `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
@@ -51,10 +51,10 @@ class StageTerms(NamedTuple):
 
 
 def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None = None) -> StageTerms:
-    """Return the arrays of kinds of pipelines.
+    """Return the arrays of pipeline kinds.
 
     Args:
-        count: maximum number of micro-batches of a pipeline.
+        count: maximum number of micro-batches per pipeline.
         shortest: if given, compute lower bounds for micro-batches of at least `shortest` tokens; None: approximate.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
@@ -124,7 +124,7 @@ def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) 
     return seconds, all(map(_faithful, stages))
 
 
-Span = tuple[int, int] | None  # (fewest, most) tokens of a lower bound; None: approximate
+Span = tuple[int, int] | None  # (fewest, most) tokens for which to compute a lower bound; None: approximate
 
 
 def _added(parts: Parts, span: Span, reaches: Sequence[Reach]) -> Floats:
@@ -180,7 +180,7 @@ def pairs_of(window: float, chunk: float, length: float) -> float:
 
 @partial(compiled, shared=True)
 def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> None:
-    """Add a sequence's pairs, `times` times, to sums `near` [W] over `reaches` [W, 2]."""
+    """Add a sequence's pairs, multiplied by `times`, to `near` [W] for each of `reaches` [W, 2]."""
     for w in range(len(reaches)):
         near[w] += times * pairs_of(reaches[w, 0], reaches[w, 1], length)
 
@@ -191,7 +191,7 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
 
     Args:
         row: output [S, 5].
-        seconds: of the pipeline's kind [S, R, 5, 3 + W].
+        seconds: `StageTerms.seconds` of one kind [S, R, 5, 3 + W].
     """
     for s in range(stages):
         for part in range(PARTS):

@@ -1,4 +1,4 @@
-"""Time of a stage for a micro-batch, on its slowest rank."""
+"""Time of a micro-batch on a stage's slowest rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hydragraph.cost.curves import Constants, Curve, Load, Table
 from hydragraph.cost.schedule_replay import stage_ends
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.cluster import Interconnect
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
 Parts = tuple[tuple[float, Curve], ...]  # (count, curve)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Tensor-parallel sums that the curves do not include; each sum is a ring of 2 (t - 1) messages.
+    """Tensor-parallel sums that the curves exclude; each sum sends 2 (t - 1) messages along a ring.
 
     Attributes:
         ranks: t.
         times: number of hidden states that are summed per micro-batch.
         link: the slowest link of the ring.
         hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
-        pieces: number of pieces into which the tokens are split, summed one after another.
-        beside: (number of sums, seconds per token of the product before each sum): every piece except the last is
-            summed while the product of the next piece is computed.
+        pieces: number of pieces into which the tokens are split; pieces are summed one after another.
+        beside: (number of sums, seconds per token of the matrix product before each sum). Every piece except the last
+            is summed while the next piece's product is computed.
     """
 
     ranks: int
@@ -47,7 +47,7 @@ class Ring:
 
     @property
     def latency_s(self) -> float:
-        """Latency of the messages for each sum's last piece, in seconds."""
+        """Latency of all sums' last pieces, in seconds."""
         return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
@@ -70,12 +70,12 @@ class Ring:
 
 @dataclass(frozen=True)
 class Hop:
-    """Messages that all ranks of a stage send to the next stage at the same time.
+    """Messages that a stage's ranks send to a neighboring stage at the same time.
 
     Attributes:
         links: links of the slowest rank's consecutive messages.
         sharing: largest number of messages through one card.
-        part: factor of the bytes of each message (`Corrections`).
+        part: correction factor of the message bytes (`Corrections`).
     """
 
     links: tuple[Interconnect, ...]
@@ -98,7 +98,7 @@ class StageCost:
     """Cost of one stage.
 
     Attributes:
-        forward, backward: curves of each kind of rank (type of device, rate).
+        forward, backward: curves of each kind of rank (device type, rate).
         aux: curves of computation that runs before the forward and does not wait for its message.
         ahead, back: messages to and from the next stage, if any.
     """
@@ -119,7 +119,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def under(self, schedule: str) -> StageCost:
-        """Return the stage under a schedule; with split backwards, weight gradients run too late to hide sums."""
+        """Return the cost under a schedule; if it splits backwards, weight gradients run too late to hide sums."""
         if self.rings is None or schedule in WHOLE_BACKWARD:
             return self
         return replace(self, rings=(self.rings[0], self.rings[1].exposed))
@@ -162,7 +162,7 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the end of micro-batches in this order.
+    """Return the seconds until micro-batches in this order end.
 
     Args:
         rows: row of each stage (`Pipeline.rows`); empty: each stage has its own.

@@ -1,8 +1,8 @@
 """Simulated times of one iteration, instruction by instruction.
 
-A stage has a queue per stream. An instruction starts when the previous one has ended, its inputs are ready, and all
-participants have arrived: partners for a pull or push, all ranks for the commit. Computation includes tensor-parallel
-traffic.
+A stage has a queue per stream. An instruction starts when the previous one in its queue has ended, its inputs are
+ready, and all participants have arrived: the partners of a pull or push, or all ranks for the commit. Computation
+includes tensor-parallel traffic.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Timeline:
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
-        """Return the seconds that computation or commit waits for a stream, also before its transfers begin."""
+        """Return the seconds that computation or commit waits for a stream, even before its transfers begin."""
         return self._exposed[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property
@@ -187,7 +187,7 @@ Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     maker: dict[Value, int] = {}
     latest: dict[Stream, int] = {}  # last to end
-    free = 0.0  # when computation could continue
+    free = 0.0  # end of the latest computation or wait
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):
             continue
@@ -207,10 +207,10 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:
-    """Simulate separately lowered programs.
+    """Simulate programs that were lowered rank by rank.
 
     Args:
-        programs: verified (`hydragraph.ir.verify`), one per rank.
+        programs: one per rank, verified by `hydragraph.ir.verify`.
 
     Raises:
         ValueError: the numbers of ranks and devices differ, programs of a stage differ, or programs never end.

@@ -1,7 +1,7 @@
 """Traces of real and simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
 
-A slice has a short name, such as "send h2.0 to rank 3", the operation as its category, and the instruction among its
-arguments. Free instructions have no slice.
+A slice has a short name, such as "send h2.0 to rank 3". Its category is the operation, and its arguments include the
+instruction. Free instructions have no slice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TracedStep:
     """A traced iteration that can be simulated.
 
     Attributes:
-        seconds: time of the step on rank 0, without waiting for a plan.
+        seconds: step time on rank 0, without waiting for a plan.
     """
 
     step: int

@@ -58,7 +58,7 @@ class Passage:
 
     Attributes:
         seconds: time of each group without other traffic, 0 if the group takes no part [G].
-        partners: whether two groups exchange data [G, G]; true for a group and itself if it takes part.
+        partners: whether two groups exchange data [G, G]; on the diagonal, whether a group takes part.
         occupied: (resource, fraction of `seconds`) pairs of each group.
     """
 
@@ -85,14 +85,14 @@ class _Exchange:
 
 
 class Roads:
-    """Links of a cluster for groups of ranks.
+    """Links between a cluster's ranks, which form groups.
 
     Resources are numbered: outgoing ports of groups (0 .. G-1), incoming ports (G .. 2G-1), outgoing cards, incoming
     cards.
 
     Args:
         group: group of each rank [R].
-        handling: each rank's multiplier of latency [R].
+        handling: factor of each rank's latency [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:

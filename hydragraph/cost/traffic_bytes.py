@@ -21,8 +21,8 @@ class MessageBytes:
     """Bytes of a bucket's exchange on one rank: copies for sending, and received data.
 
     Attributes:
-        outgoing, incoming: bytes of pulled weights, or of gradients sent to first owners.
-        handed: outgoing and incoming bytes of gradients sent from first to second owners.
+        outgoing, incoming: bytes of pulled weights, or of gradients on their way to first owners.
+        handed: outgoing and incoming bytes of gradients on their way from first to second owners.
     """
 
     outgoing: int
@@ -31,7 +31,7 @@ class MessageBytes:
 
 
 class BucketTraffic:
-    """A bucket's layouts at home and on its stages, and the bytes that its exchanges need."""
+    """Layouts of a bucket's owners and users, and the bytes that its exchanges need."""
 
     def __init__(self, owners: Layout, users: Layout) -> None:
         self.owners = owners
@@ -99,7 +99,7 @@ class BucketTraffic:
 
 
 class HomeTraffic:
-    """Traffic of all buckets with one home; buckets with equal layouts share a `BucketTraffic`.
+    """Traffic of all buckets under one home; buckets with equal layouts share a `BucketTraffic`.
 
     Args:
         home_of: returns the owners of a bucket; buckets with equal owners share one object.
@@ -110,7 +110,6 @@ class HomeTraffic:
         self._known: dict[object, BucketTraffic] = {}
 
     def of(self, bucket: Bucket, stages: Sequence[tuple[int, ...]], kinds: Sequence[GradientKind]) -> BucketTraffic:
-        """Return the traffic of a bucket."""
         owners = self.home_of(bucket)
         key = (bucket.form, tuple(stages), tuple(kinds), id(owners))
         if key not in self._known:

@@ -15,7 +15,7 @@ _FORM = re.compile(r"(?:(?P<kind>device|rank|type)\s+(?P<name>\S+)|(?P<link>\w+)
 
 
 def check_change(text: str) -> tuple[re.Match[str], float]:
-    """Return the parts and the factor of a change; raise ValueError unless the text has a form that `what_if` lists."""
+    """Return the parts and the factor of a change; raise a ValueError if the text has none of the `FORMS`."""
     change = _FORM.fullmatch(text.strip())
     try:
         factor = float(change["factor"]) if change else 0.0
@@ -27,7 +27,7 @@ def check_change(text: str) -> tuple[re.Match[str], float]:
 
 
 def what_if(costs: Costs, text: str) -> Costs:
-    """Return the costs with one number changed.
+    """Return the costs after one change.
 
     Args:
         text: "device 3 x2.57" or "type l4 x2" slows down ranks; "between_nodes x0.5" or "within_node x2" multiplies

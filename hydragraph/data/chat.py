@@ -23,7 +23,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# ChatML for tokenizers without <|im_end|>: the end-of-text token replaces END, and ends each turn and the document.
+# ChatML for tokenizers without <|im_end|>: the end-of-text token replaces END.
 _BASE_CHATML = (
     "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
@@ -42,7 +42,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: a tokenizer that neither truncates nor pads.
-        end: id of the end-of-text token, which also ends answers that lack a final special token.
+        end: id of the end-of-text token, which is added to answers without a final special token.
     """
 
     tokenizer: Tokenizer
@@ -67,7 +67,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Return a document as tokens; a ValueError says why the document at `place` cannot be encoded."""
+        """Encode a document; a ValueError states why the document at `place` cannot be encoded."""
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):
@@ -91,8 +91,8 @@ class DocumentEncoder:
         odd = next((i for i in tokens.ids if not 0 <= i < most), None)
         if odd is not None:
             raise ValueError(
-                f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to the "
-                "tokenizer that produced the ids"
+                f"{place}: the tokenizer has no id {odd}, only 0 to {most - 1}: set data.tokenizer to the tokenizer "
+                "that produced the ids"
             )
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
@@ -106,8 +106,8 @@ class DocumentEncoder:
     def _conversation(self, conversation: Conversation, place: str) -> Encoded:
         if self.template is None:
             raise ValueError(
-                f"{place} is a conversation, and the tokenizer has no chat template: set data.chat_template to chatml, "
-                "or to the file of a template"
+                f"{place} is a conversation, but the tokenizer has no chat template: set data.chat_template to "
+                "'chatml' or to a template file"
             )
         text, spans = self.template.spans(conversation, place, self._special.values())
         # The template writes the begin and end tokens.
@@ -134,7 +134,7 @@ class DocumentEncoder:
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Return whether each token contains a character of the ordered, disjoint spans.
 
-    A token without characters belongs to the following character.
+    A token without characters counts as part of the following character.
     """
     starts = [start for start, _ in spans]
     within = []

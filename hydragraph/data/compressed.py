@@ -18,7 +18,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the lower-case suffix of a file's contents: ".jsonl" also for "a.jsonl.gz"."""
+    """Return a file's lower-case suffix, ignoring compression: ".jsonl" for "a.jsonl.gz"."""
     return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
 
 

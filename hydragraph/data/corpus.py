@@ -22,7 +22,7 @@ from hydragraph.errors import type_text
 
 @dataclass
 class CorpusReport:
-    """Counts of a corpus; the iterator that `documents` returns updates them."""
+    """Counts of a corpus, updated by the iterator that `documents` returns."""
 
     documents: int = 0
     empty: int = 0
@@ -48,13 +48,14 @@ class CorpusReport:
 
 
 def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """List a corpus's files: paths in the given order, and the files of a directory in sorted order.
+    """List a corpus's files, in the order of `paths`; the files of a directory are sorted.
 
     Args:
         paths: files and directories. Hidden entries, `__pycache__` and links to directories are skipped. In directories
             saved by `datasets`, only Arrow files are listed.
-        suffixes: suffixes of files in directories, such as `(".py", ".md")`. None: all record files (.jsonl,
-            .parquet, ...), except evaluation splits next to training splits; without record files, all text files.
+        suffixes: suffixes of the files to list from directories, such as `(".py", ".md")`. None: all record files
+            (.jsonl, .parquet, ...), except test and validation splits next to training splits; without record files,
+            all text files.
 
     Raises:
         ValueError: a path or suffix is wrong, a file is reached twice, or the corpus has no file.
@@ -100,14 +101,14 @@ def documents(
 ) -> Iterator[Placed]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
-    A pair of answers yields two documents, the preferred answer first. Line ends do not change, and a byte-order mark
-    is removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
+    A pair of answers yields two documents, the preferred answer first. Line ends are kept, and a byte-order mark is
+    removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
 
     Args:
-        limit: maximum number of records to read; None: no limit.
+        limit: maximum number of records to read.
 
     Raises:
-        ValueError: immediately, as for `files`; during iteration, for a missing field or a damaged file.
+        ValueError: immediately, as for `files`; during iteration, if a field is missing or a file is damaged.
         ImportError: the corpus has a table, and pyarrow is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
@@ -134,7 +135,7 @@ _LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 _LOOKED_AT = 4096
 
 
-_BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do not have
+_BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that text files do not contain
 
 
 def _is_text(start: bytes) -> bool:
@@ -177,7 +178,7 @@ _NO_TEXTS: dict[str, str] = {
 }
 
 
-_ABOUT = ("README", "LICENSE")  # not data if all other files of a directory have suffixes in `_NO_TEXTS`
+_ABOUT = ("README", "LICENSE")  # ignored if all other files of the directory have suffixes in `_NO_TEXTS`
 # Names of splits, as in `datasets`.
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
@@ -225,10 +226,10 @@ def unread(
     fields: Fields = PLAIN,
     template: str | None = None,
 ) -> list[str]:
-    """Return the names of fields that are not read, but have contents in the first records of a file.
+    """Return the names of unread fields that are not empty in the first records of a file.
 
     Args:
-        template: text of the chat template; the fields that it names are read.
+        template: text of the chat template; message fields named in the template count as read.
     """
     report = CorpusReport()
     for path in files(paths, suffixes):
@@ -265,7 +266,7 @@ def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
     return bool(asked & {outer, suffix_of(path), suffix_of(path) + outer})
 
 
-def _raise(error: OSError) -> None:  # os.walk would skip the directory
+def _raise(error: OSError) -> None:  # by default, os.walk skips unreadable directories
     raise error
 
 
@@ -362,7 +363,7 @@ def _table_format(path: Path, fields: Fields) -> Format:
     if format == "text" and fields.text not in names:
         first = filter(None, islice(tables.rows(path, names), 100))
         texts = sorted({name for row in first for name, value in row.items() if isinstance(value, str)})
-        remedy = f"set text_field to one of {texts}" if texts else f"none of {names} holds text; add a text column"
+        remedy = f"set text_field to one of {texts}" if texts else f"add a text column; none of {names} holds text"
         raise ValueError(f"{path}: no column {fields.text!r}: {remedy}")
     return format
 

@@ -23,19 +23,19 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-_ROLES = ("user", "assistant", "system", "tool")  # in any letter case
+_ROLES = ("user", "assistant", "system", "tool")  # matched in any letter case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-_CONVERSATIONS = "conversations"  # messages before a pair of answers in LLaMA-Factory's files
+_CONVERSATIONS = "conversations"  # in LLaMA-Factory's files, the messages before a pair of answers
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100  # ignored by PyTorch's cross entropy
 _UNTRAINED = ("weight", "train", "training")  # fields that exclude a message from training
-# Fields of messages that hydragraph reads, or that a template may leave out.
+# Message fields that hydragraph reads, or that a template may leave out.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.
@@ -47,7 +47,7 @@ _ALPACA = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion, whose tokens are targets."""
+    """A prompt and a completion; only the completion's tokens are targets."""
 
     prompt: str
     completion: str
@@ -55,7 +55,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with role and content; one with `weight` 0 is excluded from training."""
+    """Messages for a chat template: mappings with role and content. Messages with `weight` 0 are not trained on."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -75,7 +75,7 @@ class AlpacaRecord(Conversation):
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids from another program, and whether each is a target (None: all are)."""
+    """Token ids from another program, and whether each token is a target (None: all are)."""
 
     ids: tuple[int, ...]
     targets: tuple[bool, ...] | None = None
@@ -92,13 +92,13 @@ Document = str | Completion | Conversation | TokenIds
 
 @dataclass(frozen=True)
 class Fields:
-    """Field names of a .jsonl object or a row.
+    """Field names of a .jsonl object or a table row.
 
     Attributes:
-        format: one of `Format`, or "auto": derived from a file's first record.
-        messages: field with a list of {role, content}, or of ShareGPT's {from, value}.
-        prompt, completion: fields with two texts, or with two lists of messages.
-        chosen, rejected: fields with answers to a prompt: texts, messages, or conversations with a common beginning.
+        format: one of `Format`, or "auto" to detect the format from a file's first record.
+        messages: field with a list of {role, content} or of ShareGPT's {from, value}.
+        prompt, completion: fields that contain two texts or two lists of messages.
+        chosen, rejected: fields with the two answers, as texts, messages, or conversations with a common beginning.
     """
 
     format: str = "auto"
@@ -256,14 +256,14 @@ class Fields:
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
-        # The prompt ends before a blank: tokenizers join a blank with the next word.
+        # The prompt ends before a space, because tokenizers join a space with the next word.
         at = blanks[-1]
         return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
 
     def _no_prompt(self, record: Mapping[str, Any], place: str) -> str:
         other = next((name for name in PROMPTS if record.get(name)), None)
-        remedy = f"or set prompt_field to {other!r}" if other else "or begin both answers with it"
-        return f"{place}: the pair has no prompt: give it as {self.prompt!r}, {remedy}"
+        remedy = f"or set prompt_field to {other!r}" if other else "or begin both answers with the prompt"
+        return f"{place}: the pair has no prompt: add a field {self.prompt!r}, {remedy}"
 
     def _before(self, record: Mapping[str, Any], place: str) -> Messages:
         prompt = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
@@ -297,7 +297,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations, with their common first messages (never the last message) excluded from training."""
+    """Yield both conversations; their common first messages, but never a last message, are not trained on."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -371,7 +371,7 @@ def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in record:
         raise ValueError(
-            f"{place}: no field {name!r}, only {sorted(record)}, unlike other records of this file: "
+            f"{place}: no field {name!r}, unlike an earlier record of this file; the fields are {sorted(record)}: "
             "give all records of a file the same fields"
         )
     return record[name]
@@ -381,7 +381,7 @@ def _text(value: object, name: str, place: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and any(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
-        raise ValueError(f"{place}: {name!r} is a conversation: set messages_field to {name!r}, but not text_field")
+        raise ValueError(f"{place}: {name!r} is a conversation: set messages_field to {name!r} instead of text_field")
     raise ValueError(f"{place}: {name!r} is {type_text(value)}, not text: set text_field to a text field")
 
 
@@ -397,7 +397,7 @@ def _messages(value: object, name: str, place: str) -> Messages:
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is {type_text(message)}: give a mapping with role and content")
-    # Templates would write the nulls of missing fields.
+    # Without this, templates would write missing fields as nulls.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
         converted["role"] = converted.pop("from")
@@ -426,7 +426,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} has neither content nor tool_calls: add content")
-    converted.setdefault("content", "")  # templates concatenate the content
+    converted.setdefault("content", "")  # templates require a string
     return converted
 
 

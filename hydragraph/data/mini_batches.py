@@ -23,11 +23,11 @@ _EPOCH_STREAM = 1
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Pieces of documents, in file order; three int64 arrays of equal length.
+    """Pieces of documents, in file order, as three int64 arrays of equal length.
 
     Attributes:
-        starts: index of each piece's first token in its document.
-        lengths: number of tokens, at least 2.
+        starts: index of each piece's first token within the document.
+        lengths: number of tokens of each piece, at least 2.
     """
 
     documents: _Indices
@@ -42,7 +42,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Split documents into chunks of `max_length` tokens; a shorter last chunk needs at least two tokens."""
+    """Split documents into chunks of `max_length` tokens; the last may be shorter, but a single token is dropped."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -52,11 +52,11 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return one split of a single document's pieces; the last pieces are held out."""
+    """Return one split of a document's pieces; the last pieces are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(
-            f"heldout {heldout} needs 2 pieces of the document, which has only {count}: give more text, or heldout=0"
+            f"heldout {heldout} needs a document of at least 2 pieces, not {count}: give more text, or heldout=0"
         )
     at = count - min(max(round(heldout * count), 1), count - 1)
     return chunks[at:] if split == "heldout" else chunks[:at]
@@ -66,7 +66,7 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     """Return the documents of one split, in file order; the last documents of a seeded shuffle are held out.
 
     Args:
-        heldout: fraction of documents to hold out, rounded; both splits get at least one document. 0: none.
+        heldout: fraction of documents to hold out. If it is above 0, both splits get at least one document.
     """
     if heldout and count < 2:
         raise ValueError(
@@ -86,14 +86,14 @@ def length_of(drawn: Drawn) -> int:
 
 
 class MiniBatches(Iterator[list[Drawn]]):
-    """Endless mini-batches in which each epoch has every chunk once, in an order drawn from (seed, epoch).
+    """Endless mini-batches; each epoch has every chunk once, in an order drawn from (seed, epoch).
 
     Chunks are added to a mini-batch, even across epochs, until the next chunk would exceed the budget. The stream
     depends only on the file and the settings.
 
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
-        heldout: fraction of documents, or of a single document's pieces, to hold out.
+        heldout: fraction of documents to hold out; in a file with one document, of its pieces.
         split_seed: seed that selects the held-out documents; keep it when `seed` changes.
         overlong: "cut" or "drop" documents longer than `max_length`.
         pairs: whether documents 2i and 2i + 1 are a pair of answers, which share a mini-batch. If an answer is too
@@ -101,7 +101,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: score of each chunk; stored as "reference" in its sequence.
+        scores: score of each chunk, added to the sequence as "reference".
 
     Raises:
         ValueError: the split has no document of at least two tokens.
@@ -137,7 +137,7 @@ class MiniBatches(Iterator[list[Drawn]]):
             remedy = "give a corpus with longer texts"
             if overlong == "drop" and len(file):
                 shortest = int(file.lengths.min())
-                remedy = f"raise data.max_length (the shortest has {shortest} tokens), or set data.overlong to cut"
+                remedy = f"raise data.max_length (the shortest has {shortest} tokens), or set data.overlong to 'cut'"
             raise ValueError(f"{file.path}: no {split} {what}{short}: {remedy}")
         self.lengths: tuple[int, ...] = ()
         self.drawn: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._order = self._epoch_order(0)
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch: int64 [length] per sequence, with labels unless all tokens are targets."""
+        """Return the next mini-batch: int64 [length] per sequence, and labels unless all tokens are targets."""
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield mini-batches with every chunk once, in file order; the endless stream does not advance."""
+        """Yield mini-batches with every chunk once, in file order, without advancing the endless stream."""
         return ([self.read(chunk) for chunk in chunks] for chunks in self.single_pass_chunks())
 
     def single_pass_chunks(self) -> Iterator[list[int]]:
@@ -224,12 +224,12 @@ class MiniBatches(Iterator[list[Drawn]]):
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`; raise a ValueError if the file or the settings differ."""
+        """Continue from a result of `state_dict`; raise a ValueError if the file or the settings differ."""
         for name, mine in self._settings.items():
-            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # default of earlier versions
+            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # values used by earlier versions
             if theirs != mine:
                 raise ValueError(
-                    f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
+                    f"mini-batch state: {name} is {theirs!r}, but {mine!r} in this stream: "
                     f"resume with the same {name}, or start a new run"
                 )
         epoch = state["epoch"]

@@ -9,12 +9,12 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches in which the tokens of each corpus are proportional to its weight, to within a sequence.
+    """Endless mini-batches in which each corpus's share of the tokens matches its weight, to within one sequence.
 
-    The next sequence is from the corpus that is furthest below its share.
+    The next sequence is taken from the corpus that is furthest below its share.
 
     Args:
-        members: streams of the corpora; their budgets are ignored.
+        members: streams of the corpora; their token budgets are ignored.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -41,12 +41,12 @@ class Mixture(Iterator[list[Drawn]]):
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`; raise a ValueError if corpora, weights or settings differ."""
+        """Continue from a result of `state_dict`; raise a ValueError if corpora, weights or settings differ."""
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(
-                f"mini-batch state: the weights of the mixture are {weights}, but this stream's are "
-                f"{list(self._weights)}: resume with the same mixture, or start a new run"
+                f"mini-batch state: the mixture's weights are {weights}, but {list(self._weights)} in this stream: "
+                "resume with the same mixture, or start a new run"
             )
         for member, own in zip(self.members, state["members"], strict=True):
             member.load_state_dict(own)

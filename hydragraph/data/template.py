@@ -1,4 +1,4 @@
-"""Chat templates: rendered texts, and spans of trained messages in them."""
+"""Chat templates, and the spans of rendered text that are trained on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Pattern of special tokens, if the tokenizer's are unknown.
+# Pattern of special tokens, used if the tokenizer's tokens are unknown.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
-# Placeholder for a message's content, to find its position.
+# Placeholder that marks the position of a message's content.
 _PROBE = "\ue000\ue001\ue002"
 _AFTER_THOUGHTS = "</think>"
 
@@ -27,10 +27,10 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template. If it has `{% generation %}` blocks, their output is trained on, else the content and the
+        text: the template. If it has `{% generation %}` blocks, their output is trained on; otherwise, the content and
             end token of each trained message.
         special: special tokens by name, such as {"bos_token": "<s>"}.
-        train_on: "assistant": train the assistant's messages; "last": only the last of them; "all": every token.
+        train_on: "assistant" (train on all assistant messages), "last" (only the last one) or "all" (every token).
     """
 
     text: str
@@ -45,7 +45,7 @@ class ChatTemplate:
             marks: the tokenizer's special tokens, which no span may split.
 
         Raises:
-            ValueError: the template rejects the conversation or a message, or has no message to train on.
+            ValueError: the template rejects the conversation or omits a message, or no message is trained on.
         """
         trained = [] if self.train_on == "all" else self._trained(conversation, place)
         written = self._written(conversation, place, marks)
@@ -63,10 +63,10 @@ class ChatTemplate:
         says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not says:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise ValueError(f"{place}: no message of the assistant (only of {roles}): remove the conversation")
+            raise ValueError(f"{place}: no assistant message (only {roles}): remove the conversation")
         trained = [i for i in (says[-1:] if self.train_on == "last" else says) if messages[i].get("weight") != 0]
         if not trained:
-            raise ValueError(f"{place}: all messages of the assistant have weight 0: remove the conversation")
+            raise ValueError(f"{place}: all assistant messages have weight 0: remove the conversation")
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
@@ -91,7 +91,7 @@ class ChatTemplate:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return the text for messages; with `mask`, also the spans marked as generated."""
+        """Render messages; with `mask`, also return the spans marked as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -107,15 +107,15 @@ class ChatTemplate:
         except Exception as error:
             sentence = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{place}: the chat template refuses it ({sentence}): correct the conversation, or set "
-                "data.chat_template to a template that accepts it"
+                f"{place}: the chat template rejects the conversation ({sentence}): correct the conversation, or set "
+                "data.chat_template to another template"
             ) from error
         return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if mask else []
 
 
 @dataclass(frozen=True)
 class _Way:
-    """Form of messages for a template; with `parts`, contents are lists; with `texts`, tool arguments are strings."""
+    """Format in which a template gets messages; `parts`: contents are lists; `texts`: tool arguments are strings."""
 
     parts: bool = False
     texts: bool = False
@@ -229,7 +229,7 @@ class _Written:
         return begin, next((region[0] for region in after if region), len(self.text))
 
     def turn(self, i: int) -> Span:
-        """Return the span of message `i` that a model generates: its content and end token."""
+        """Return the span of message `i` that the model generates: the content and end token."""
         before = self._text(self._messages[:i], prompt=True)
         last = i == len(self._messages) - 1
         after = self.text if last else self._text(self._messages[: i + 1])
@@ -244,7 +244,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn's content and ending, even if the template writes the last turn differently."""
+        """Return the span of a turn's content and end token, even if the template renders the last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:
@@ -277,7 +277,7 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the span of the text that changes with a message's content; None: the content is not written."""
+        """Return the span of the text that changes with a message's content; None if the content is not rendered."""
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
         try:
@@ -299,7 +299,7 @@ class _Written:
     def _untold(self, i: int) -> ValueError:
         return ValueError(
             f"{self._place}: the text that the chat template writes for messages[{i}] cannot be located: mark it "
-            "with {% generation %} in a template of your own (data.chat_template), or set data.train_on to last"
+            "with {% generation %} in your own template (data.chat_template), or set data.train_on to 'last'"
         )
 
 

@@ -3,8 +3,8 @@
 The file is little-endian and contains, in this order:
 
     header     128 bytes: the fields of `_Header`, their hash, zeros
-    tokens     uint16 if the vocabulary fits, else uint32; in a file with targets, the highest bit marks a token that is
-               not a target, and 15 or 31 bits remain for the id
+    tokens     uint16 if the vocabulary fits, else uint32; in a file with targets, the highest bit marks tokens that are
+               not targets, and the other bits hold the id
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
@@ -36,14 +36,14 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Limits of a batch: parallel encoding needs many documents, but memory is limited.
+# Limits of a batch: large enough for parallel encoding, small enough for memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
 
 
 class NoText(ValueError):  # noqa: N818
-    """Corpus without any text."""
+    """Error for a corpus without text."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Header:
     """Header of a token file.
 
     Attributes:
-        documents, tokens: numbers of documents and of tokens, including end-of-text tokens.
+        tokens: number of tokens in the file, including end-of-text tokens.
     """
 
     item_bytes: int
@@ -77,11 +77,11 @@ class _Header:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Memory-mapped, read-only documents of token ids; `TokenFile.open` opens a file.
+    """A memory-mapped, read-only file of tokenized documents; use `TokenFile.open` to open it.
 
     Attributes:
-        lengths: number of tokens of each document, with the end-of-text token: int64 [documents].
-        fingerprint: a hash of the content, 64 hexadecimal digits.
+        lengths: tokens per document, including the end-of-text token; int64 [documents].
+        fingerprint: hash of the content, in 64 hexadecimal digits.
     """
 
     path: Path
@@ -97,7 +97,7 @@ class TokenFile:
     def open(cls, path: Path) -> TokenFile:
         """Map a file, and check everything except the tokens (see `verify`)."""
         header = _read_header(path)
-        # asarray: operations on a memmap would return memmaps.
+        # asarray, because operations on a memmap would return memmaps.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
@@ -135,13 +135,13 @@ class TokenFile:
         return torch.from_numpy((self._part(document, start, stop) & self._ids).astype(np.int64))
 
     def targets(self, document: int, start: int, stop: int) -> Tensor:
-        """Return which tokens [start, stop) of a document are targets: bool [stop - start]."""
+        """Return whether each of the tokens [start, stop) of a document is a target: bool [stop - start]."""
         return torch.from_numpy(self._part(document, start, stop) <= self._ids)
 
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the number of targets in each piece after its first token."""
+        """Return the number of targets in each piece, not counting the piece's first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
@@ -184,14 +184,14 @@ class Encoded:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return the smallest vocabulary size for a tokenizer's ids, which may have gaps."""
+    """Return a tokenizer's largest id plus 1; ids may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def write_encoded(
     path: Path, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
-    """Write batches of documents; the file appears only when it is complete.
+    """Write documents; the file appears only when it is complete.
 
     Args:
         vocabulary: exclusive upper bound of the token ids.

@@ -19,7 +19,7 @@ FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
-# End-of-text tokens of common models; the first that a tokenizer has is used. "</s>" may also be an HTML tag.
+# End-of-text tokens of common models, in order of preference ("</s>" may also be an HTML tag).
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
@@ -27,8 +27,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     """Train a byte-level BPE; the result does not depend on the order of `texts`.
 
     Args:
-        vocab_size: number of tokens, including special tokens and 256 bytes; the result is smaller if no pair remains
-            to merge.
+        vocab_size: maximum number of tokens, including special tokens and 256 bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
@@ -48,14 +47,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, or the one in a directory, without truncation and padding."""
+    """Load a tokenizer.json file, or a directory with one, without truncation and padding."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or a directory that has one")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
-        raise ValueError(f"tokenizer {file} cannot be read ({error}): give one saved by Hugging Face") from error
+        raise ValueError(f"tokenizer {file} cannot be read ({error}): save it again with transformers") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -117,7 +116,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory, or None; of several, return the one named "default"."""
+    """Return the chat template in a tokenizer's directory, or None; if there are several, return the "default" one."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -128,4 +127,4 @@ def chat_template(directory: Path) -> str | None:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    return read_object(path, "give one saved by Hugging Face") if path.is_file() else {}
+    return read_object(path, "save the tokenizer again with transformers") if path.is_file() else {}

@@ -107,13 +107,13 @@ def capture(
     The arguments not listed here are those of `hydragraph.frontend.capture.capture`.
 
     Args:
-        check: "auto" compares loss and gradients of the captured graph on packed sequences with those of the model on
-            single sequences, for at least one block of each structure; "full" does so for all blocks; "off" skips it.
-        compiled: folder of `hydragraph compile` to read the program from.
+        check: "auto" compares the captured graph's loss and gradients on packed sequences with the model's on single
+            sequences, for at least one block of each structure; "full" compares all blocks; "off" skips the check.
+        compiled: folder, written by `hydragraph compile`, from which to read the program.
 
     Raises:
         Unsupported: the model cannot be captured, or the captured graphs differ from the model.
-        Refused: the folder is damaged, stale or of another model; a subclass of ValueError.
+        Refused (a ValueError): the folder is damaged, stale or for another model.
     """
     source = _Source(model, dtype, example, loss, blocks, check)
     if compiled is None:
@@ -159,27 +159,26 @@ def compile(
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
-        optimizer: function from (name, 1-D fp32 tensor) pairs, in model order, to a torch.optim optimizer; None: no
-            training. Tensors that other ranks own are empty. `move` and a check call the function again.
-        max_grad_norm: global norm to which gradients are clipped.
+        optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
+            None (no training). Other ranks' tensors are empty. `move` and a check of parameter groups call it again.
+        max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
-        device: device of this rank; by default a GPU if available.
+        device: this rank's device; by default a GPU if available.
         loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
-        example: see `capture`.
-        blocks: see `capture`.
-        profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets; None: "auto" measures costs.
+        example, blocks: see `capture`.
+        profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, "auto" measures costs.
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
-        program: result of `capture` for an equal model; pass `example` and `loss` only to `capture`.
+        program: result of `capture` for an equal model. Pass `example` and `loss` only to `capture`.
         check: see `capture`; each strategy is also checked before its first step.
-        progress_s: seconds without progress on any rank after which all ranks write their stacks and raise.
-        home: each rank's share of the state, also as text ("3,1 copies=2", "equal", "stages"); None means "auto".
+        progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
+        home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether to join running ranks later (`Executable.move`); pass the same arguments, but a meta model.
+        joining: whether to join running ranks later (`Executable.move`). Pass their arguments, but a meta model.
         deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
-        window: maximum bytes of fp32 gradients, and of weights, in flight; None: twice the largest block.
+        window: maximum bytes in flight, separately for fp32 gradients and weights; by default, twice the largest block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -220,11 +219,11 @@ def compile(
 def _priced(
     profile: Profile | Costs | Cluster | None, program: Program, automatic: bool, backend: str | None, world: World
 ) -> Profile | Costs | None:
-    """Return the costs that a cluster's datasheets predict, as `hydragraph plan` does, or the given costs."""
+    """Return the given costs or, for a cluster, the costs that its datasheets predict, as `hydragraph plan` does."""
     if not isinstance(profile, Cluster):
         return profile
     most = max(profile.node(device.node).devices for device in profile.devices)
-    # Given strategies may have tensor-parallel groups that span nodes.
+    # Only given strategies may have tensor-parallel groups that span nodes.
     sheet = datasheet(program, profile, None, range(1, most + 1) if automatic else None)
     inductor = choose_backend(backend, world.device) == "inductor"
     variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
@@ -237,7 +236,7 @@ def _subject(program: Program, source: _Source, backend: str, home: Home, fewer:
 
 
 def _held(executable: Executable, joining: bool) -> Executable:
-    """Announce on an elastic rank that it holds state, or let it join the others to receive state."""
+    """Make an elastic rank announce that it holds state, or join the other ranks to receive state."""
     if (member := here()) is not None and not comes_late():
         member.hold()
     elif comes_late() and not joining:
@@ -289,7 +288,7 @@ def _given(source: _Source, program: Program | None, folder: str | Path | None, 
         if program is None:
             return
         if folder is not None:
-            raise ValueError("compile: both program and compiled were given: give only one of them")
+            raise ValueError("compile: program= and compiled= were both given: pass only one of them")
         check_loss_of(program, source.loss)
         _check_origin(program, source)
 
@@ -331,7 +330,7 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
     """Compile the graphs of the given strategies for all ranks of a machine.
 
-    Return None for a single rank, for Inductor, or if a strategy does not fit (every rank reports this later).
+    Return None for a single rank, for Inductor, or if a strategy does not fit (which every rank reports later).
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -361,7 +360,7 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; if it raises ValueError or TypeError on one rank, all ranks raise this error."""
+    """Call a function on every rank; if it raises a ValueError or TypeError on one rank, raise this error on all."""
     returned: list[T] = []
     error: ValueError | TypeError | None = None
     try:
@@ -375,19 +374,21 @@ def _on_all(world: World, make: Callable[[], T]) -> T:
 def _check_origin(program: Program, source: _Source) -> None:
     if program.origin != frontend.origin(source.model):
         name = type(source.model).__name__
-        raise ValueError(f"program: it was captured from a model other than this {name}; pass this model to `capture`")
+        raise ValueError(
+            f"compile: program was captured from a model other than this {name}; pass this model to `capture`"
+        )
     without_buffers = source.loss is not None and not loss_buffers(source.loss)
     if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
         raise ValueError(
-            f"program: its dtype ({program.dtype}), example and loss are fixed; pass these only to `capture`"
+            f"compile: dtype ({program.dtype}), example and loss of the program are fixed; pass these only to `capture`"
         )
 
 
 @own_modes("precompile")
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
-    """Compile a program's templates for strategies, for the eager backend only: Inductor caches code on disk.
+    """Compile a program's templates for strategies on the eager backend; Inductor itself caches code on disk.
 
-    While this process keeps the result, its executables and those of forked ranks (`launch`) reuse the graphs.
+    While this process keeps the result, executables here and in forked ranks (`launch`) reuse the graphs.
     """
     variants = Variants(program, added=True, cache=VariantCache())
     variants.compile(strategies)
@@ -425,14 +426,14 @@ class RankPrograms(Sequence[RankProgram]):
         efficiency: float | None = None,
         home: Home | str | None = None,
     ) -> Timeline:
-        """Estimate the programs' times by an event simulation of every rank's streams.
+        """Estimate the programs' times with an event simulation of every rank's streams.
 
         Args:
-            cluster: a Cluster, whose costs are estimated from datasheets, or Costs.
-            tokens: length of a micro-batch, which is one sequence; one number for all pipelines or one per pipeline.
+            cluster: Costs, or a Cluster, whose costs are estimated from datasheets.
+            tokens: tokens in each micro-batch (one sequence), as one number for all pipelines or one per pipeline.
             efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.
-            home: owners of the state on a Cluster (Costs have their own); None uses the owners that `compile` chooses.
+            home: owners of the state on a Cluster (Costs include owners); None uses the owners that `compile` chooses.
         """
         from hydragraph.cost.datasheet import datasheet
 
@@ -461,7 +462,7 @@ def lower(
 
 
 def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
-    """Simulate one iteration of a strategy; return every rank's instruction times and memory.
+    """Simulate one iteration of a strategy, and return every rank's instruction times and memory.
 
     Raises:
         ValueError: the arguments do not fit together.

@@ -1,8 +1,8 @@
 """Planning without files, for `strategies: auto`.
 
-Planning measures devices and links (`engine.discovery`), and also blocks unless their times are cached. Times that are
-too noisy for a fit are measured again, for longer. If one type of device still has no usable times, the costs of
-all types come from operation counts.
+Planning measures devices and links (`engine.discovery`) and, unless their times are cached, blocks. Times that are too
+noisy for a fit are measured again, for longer. If a type of device still has no usable times, the costs of all types
+come from operation counts.
 """
 
 from __future__ import annotations
@@ -35,29 +35,27 @@ from hydragraph.passes.variants import Variants
 from hydragraph.runtime.device_reports import report_devices, types_of
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.home import Home
+from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.spec.training_workload import Workload
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# (repetitions, number of token counts) of the first attempt and of a longer one.
+# (repetitions, number of token counts) of the first attempt and of a longer second attempt.
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
 # Maximum time of one block in the longest measured micro-batch, in seconds.
 BLOCK_S = 1.0
-# Assumed (sequences per rank, tokens per sequence) without `lengths`.
+# (sequences per rank, tokens per sequence) assumed without `lengths`.
 ASSUMED = (4, 512)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to plan for, and the home (the owners) of its state."""
-
     model: MeasuredModel
     home: Home
 
@@ -107,7 +105,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
                 if more:
                     raise
             else:
-                # Plans with recomputation may be faster than plans that stream.
+                # Plans with recomputation may be faster than plans that stream weights.
                 if more or not any(strategy.streams for strategy in answer.strategies):
                     lines = _lines(
                         costs, discovered, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed
@@ -121,10 +119,10 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 def measure_newcomers(
     subject: Subject, world: World, planning: Planning, known: Costs, types: Sequence[str], newcomers: Sequence[int]
 ) -> Costs | None:
-    """Return new costs if a joining rank's device has an unexpected type, else None; all ranks must call this.
+    """Return new costs if a joining rank's device has an unexpected type, or else None; all ranks must call this.
 
     Args:
-        types: device type that the `known` costs assume for each rank, or "".
+        types: for each rank, the device type that the `known` costs assume, or "" if unknown.
     """
     groups = Groups(world, timedelta(minutes=30), watch=world.watch)
     try:
@@ -210,7 +208,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks, because rounding of fits may differ between ranks."""
+    """Return rank 0's value on all ranks, because fits may be rounded differently on each rank."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 

@@ -1,4 +1,4 @@
-"""Compilation and check of new strategies' graphs in the background during training.
+"""Background compilation and checks of new strategies' graphs during training.
 
 One rank of each machine starts a low-priority process. All ranks read the results once every machine has a result.
 If a process dies or takes longer than LIMIT_S seconds, ranks compile a strategy when they first run it.
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Result of a preparation, for all ranks of a machine; `refused` says why the strategies cannot run, or is ""."""
+    """Result of a preparation for all ranks of a machine; `refused` says why the strategies cannot run, if so."""
 
     variants: Variants | None
     passed: Mapping[str, str]
@@ -86,7 +86,7 @@ class Beforehand:
                 self._process.kill()
             status = self._process.wait(LIMIT_S)
             if status:
-                raise RuntimeError(f"its process ended with status {status}")
+                raise RuntimeError(f"the preparing process ended with status {status}")
             self._offer = OfferedFile.of(folder / "made")
             _LOG.info("prepared new strategies in %.1f s alongside training", time.monotonic() - began)
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
@@ -94,7 +94,7 @@ class Beforehand:
                 self._process.kill()
             if not self._closed:
                 _LOG.warning(
-                    "new strategies cannot be prepared alongside training, so ranks prepare them at the switch: %s",
+                    "new strategies cannot be prepared alongside training, so ranks prepare them when they switch: %s",
                     error,
                 )
 
@@ -104,7 +104,7 @@ class Readying:
     """One rank's part in the preparation of new strategies.
 
     Attributes:
-        check: check of new strategies; None if this rank does not run it.
+        check: check of new strategies, or None if this rank does not check.
     """
 
     variants: Variants
@@ -135,7 +135,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         "hydragraph.engine.background_compile",
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        paths=sys.path,  # where this run found the model's code
+        paths=sys.path,  # to find the model's code
         stdin=subprocess.PIPE,  # the process ends when this pipe closes
         stdout=subprocess.DEVNULL,
     )
@@ -153,7 +153,7 @@ def made(asked: _Asked) -> Made:
 
 
 def end_with_stdin() -> None:
-    os.read(0, 1)  # a thread that reads `sys.stdin` would make the interpreter exit with an error
+    os.read(0, 1)  # if a thread read `sys.stdin`, the interpreter would exit with an error
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Strategies that training chooses from, and their expected costs."""
+"""Strategies from which training chooses, and their expected costs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hydragraph.planner.quick_plan import rough_costs
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.default_cluster import cluster_on
 from hydragraph.spec.home import Home
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 from hydragraph.spec.training_workload import Workload
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class Planning:
     """Inputs for the choice of strategies.
 
     Attributes:
-        profile: costs of identical devices, `Costs` of devices that differ, or None for rough costs.
-        strategies: candidates that were already planned for "auto".
+        profile: `Profile` for identical devices, `Costs` for devices that differ, or None for rough costs.
+        strategies: candidates already planned for "auto".
     """
 
     profile: Profile | Costs | None = None
@@ -66,13 +66,13 @@ def candidates_of(
     """Return the checked strategies to choose from.
 
     Args:
-        given: one strategy, several strategies, or "auto", which finds strategies for the data, with `hg.plan` if
-            devices differ.
+        given: one strategy, several strategies, or "auto", which searches for strategies that suit the data, with
+            `hg.plan` if devices differ.
         batches: sequence lengths of sample mini-batches; required by "auto".
         home: owners of the state, for "auto"; None means equal shares.
 
     Raises:
-        Unsupported: "auto" lacks a profile or sample, the costs are for another number of ranks, or `given` is not a
+        Unsupported: "auto" has no profile or sample, the costs are for another number of ranks, or `given` is not a
             strategy.
         ValueError: a text cannot be parsed as a strategy.
     """
@@ -112,14 +112,14 @@ def candidates_of(
 
 
 def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
-    """Return `candidates_of(given, *how)` on every rank, or raise on every rank; for "auto", rank 0 searches."""
+    """Return `candidates_of(given, *how)`, or raise its error, on every rank; for "auto", rank 0 searches."""
     if not (isinstance(given, str) and given == "auto"):
         return candidates_of(given, *how)
     return from_first(world, lambda: candidates_of(given, *how))
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose the ranks that own the state, on rank 0 for all ranks; return a home whose rule is None.
+    """Choose, on rank 0 for all ranks, which ranks own the state; return a home whose rule is None.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -175,7 +175,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best single strategy for the sample, then strategies that save time if each step chooses one."""
+    """Return the sample's best single strategy, and then strategies that save time if each step chooses one."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -227,10 +227,10 @@ def at_once_among(
     home: Home,
     running: Sequence[Strategy],
 ) -> Strategy | None:
-    """Search quickly for a good strategy on devices that differ, while all ranks wait; return None if none is found.
+    """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None without one.
 
     Args:
-        running: earlier strategies, those of the same ranks first.
+        running: earlier strategies, with those of the same ranks first.
     """
 
     def search() -> Strategy | None:
@@ -272,7 +272,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the costs of the candidates for the planner; without a profile, the costs are rough."""
+    """Return the candidates' costs for the planner, which are rough without a profile."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
@@ -297,7 +297,7 @@ def request_of(
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the planner of iterations, and a sentence that says whether it keeps one strategy, or ""."""
+    """Return the iteration planner, and a sentence on whether it keeps one strategy ("" without a choice)."""
     policy = planning.policy
     request = request_of(strategies, planning.profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not planning.lengths:

@@ -23,7 +23,7 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Calls allowed while a loop or a context of an executable is open, and why other calls are refused."""
+    """Calls allowed while a loop or context of an executable is open, and why other calls are refused."""
 
     calls: tuple[str, ...]
     why: str
@@ -48,7 +48,7 @@ class CollectiveCalls:
 
 
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
-    """Make a method a collective call, which is watched, ignores the caller's torch modes and fails after `close`.
+    """Make a method a collective call: it is watched, ignores the caller's torch modes, and fails after `close`.
 
     An error in the arguments does not count as a failure of this rank.
     """

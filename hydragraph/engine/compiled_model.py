@@ -69,10 +69,10 @@ class CompiledModel:
     """Captured model in one process, independent of the ranks.
 
     Attributes:
-        tensors: state-dict key -> canonical name of its parameter or buffer.
-        shell: the model without weights, or None for a model that is not from transformers.
+        tensors: state-dict key -> canonical name of the parameter or buffer.
+        shell: the model without weights, or None if it is not from transformers.
         adapted: whether the model is a peft model.
-        check: object that checks graphs before a strategy's first step; None if this rank does not check.
+        check: object that checks graphs before a strategy's first step, or None if this rank does not check.
         state: detector of changes that the user makes to the model after compilation.
     """
 
@@ -116,7 +116,7 @@ class CompiledModel:
                 library=library,
                 cache=VariantCache(),
             )
-        # Another process of this machine may have compiled the variants for its own GPU.
+        # Another process of this machine may have compiled the variants, for its own GPU.
         self.variants = variants.on(world.device) if variants.portable else variants
         # Buffers are copied because `load` writes to them.
         self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
@@ -127,7 +127,7 @@ class CompiledModel:
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Check that all ranks have equal weights (seeds for a meta model), and copy this rank's weights to `home`."""
+        """Check that ranks have equal weights (for a meta model, seeds), and copy this rank's weights to `home`."""
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
@@ -190,7 +190,7 @@ class CompiledModel:
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
-        """Pack this rank's micro-batches; the update's number selects the dropout masks."""
+        """Pack this rank's micro-batches; `update` selects the dropout masks."""
         draws: Draws | None = None
         if self.program.drops:
             count = len(batch.sequences)
@@ -214,7 +214,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The degree is the smallest that fits, because strategies of a smaller degree also run on fewer ranks.
+    The degree is the smallest that fits, because strategies with smaller degrees also run on fewer ranks.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None

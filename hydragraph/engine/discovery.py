@@ -15,7 +15,7 @@ from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
 
 @dataclass(frozen=True)
 class Discovered:
-    """Discovered devices and their types by rank, the measured links, and the cluster."""
+    """Devices and their types by rank, measured links, and the resulting cluster."""
 
     reports: tuple[DeviceReport, ...]
     types: tuple[str, ...]
@@ -42,7 +42,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     """Discover the devices and links of all ranks; all ranks must call this.
 
     Args:
-        probe: function that returns the device's speed in matrix products per second.
+        probe: function that returns this device's matrix products per second.
 
     Raises:
         ValueError: hosts have different package versions.
@@ -55,7 +55,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
 
 
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
-    """Return a cluster with one node for each type of device on each host.
+    """Return a cluster with one node per device type and host.
 
     If ranks are not numbered node by node, all nodes get the slowest links.
     """

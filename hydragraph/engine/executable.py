@@ -48,11 +48,11 @@ class Executable(Membership):
 
     Attributes:
         strategies: strategies that steps choose from.
-        given, wanted_home: the arguments `strategy` and `home` of `compile`.
-        measured_seats: seats (initial ranks) of the devices that `given_profile` covers; None means 0, 1, ...
-        spans: None, or a list to which steps append the times of their instructions.
-        watched: whether idle ranks probe their device; set the same value on all ranks.
-        stopping: 0, or a positive number to make the next `step` raise `Stopped` on all ranks.
+        given, wanted_home: the arguments `strategy` and `home` that `compile` got.
+        measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
+        spans: list to which steps append their instructions' times, or None.
+        watched: whether idle ranks probe their devices; set it to the same value on all ranks.
+        stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
         listens: function that is called when ranks agree on a step; a positive result acts like `stopping`.
     """
 
@@ -82,11 +82,13 @@ class Executable(Membership):
             ValueError: the mini-batch is malformed, differs between ranks, or is not the promised mini-batch.
         """
         if self.optimizer is None:
-            raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
+            raise Unsupported(
+                "the executable was compiled without an optimizer", where="step", remedy="pass optimizer= to compile"
+            )
         return self._iterate(sequences, strategy, "train", divide_by)
 
     def announce(self, sequences: Batches) -> None:
-        """On rank 0, plan the mini-batch of a later step while earlier steps run; optional."""
+        """On rank 0, optionally plan a later step's mini-batch while earlier steps run."""
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
 
@@ -95,9 +97,9 @@ class Executable(Membership):
     ) -> None:
         """Promise the arguments of the step after the next step; optional, but all ranks must make the same promise.
 
-        Ranks agree on the promised step during the step before it, which saves a synchronization. Only the next call of
-        `step` uses a promise, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move` may be
-        called before the promised step, and a request to stop takes effect one step later.
+        Ranks agree on the promised step during the step before it, which saves a synchronization. The next call of
+        `step` uses up the promise, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move`
+        may be called before the promised step, and a request to stop takes effect one step later.
 
         Args:
             sequences: the object that `step` will receive; it must be iterable twice and must not change.
@@ -107,14 +109,14 @@ class Executable(Membership):
     def choose_from(
         self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None, ready_first: bool = False
     ) -> None:
-        """Choose from other strategies on all ranks, starting with the next step; call this only on rank 0.
+        """Make all ranks choose from other strategies, starting with the next step; call this only on rank 0.
 
         Args:
             request: costs of the strategies' pipelines, in the order of `strategies`.
             static: index of the only strategy to use, or None to choose the best for every step.
             ready_first: whether to use the current strategies until the new strategies are compiled and checked in the
-                background, instead of compiling them in their first step; see `changing` and `change_refused`. Inductor
-                still compiles them in their first step.
+                background, instead of compiling the new strategies in their first step; see `changing` and
+                `change_refused`. Inductor always compiles strategies in their first step.
 
         Raises:
             Unsupported: a strategy does not fit, this rank does not plan, or strategies of the previous call have just
@@ -132,12 +134,12 @@ class Executable(Membership):
 
     @property
     def changing(self) -> bool:
-        """On rank 0: whether the strategies last passed to `choose_from` are not yet used."""
+        """On rank 0, whether the strategies last passed to `choose_from` are not in use yet."""
         return self._chooser.changing
 
     @property
     def change_refused(self) -> str:
-        """On rank 0: why the strategies last passed to `choose_from` cannot run, or ""."""
+        """On rank 0, why the strategies last passed to `choose_from` cannot run, or ""."""
         return self._chooser.refused
 
     def check(self, strategy: Strategy, ranks: int) -> None:
@@ -157,15 +159,15 @@ class Executable(Membership):
         return first.profile, first.cluster, self.measured_seats
 
     def adopt(self, measured: Measurements | None) -> None:
-        """Use measurements of other ranks, unless this rank has its own costs."""
+        """Use other ranks' measurements, unless this rank has costs."""
         if self._first_profile is None and measured is not None:
             profile, cluster, self.measured_seats = measured
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a joining device is not of its seat's former type; all ranks must call this.
+        """Measure all devices again if a joining device differs in type from its seat's earlier device.
 
-        Return whether the devices were measured.
+        All ranks must call this. Return whether devices were measured.
         """
         known = self._first_profile
         assert isinstance(known, Costs), "call it after `adopt`"
@@ -179,7 +181,7 @@ class Executable(Membership):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """Lines that describe the devices, the plan and its alternatives, for "auto" without a profile."""
+        """For "auto" without a profile, lines that describe the devices, the plan and its alternatives."""
         return self.planning.explanation
 
     @property
@@ -197,7 +199,7 @@ class Executable(Membership):
     def evaluate(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> StepReport:
-        """Report the loss of a mini-batch without changing any state; arguments as for `step`."""
+        """Report a mini-batch's loss without changing any state; arguments are as for `step`."""
         return self._iterate(sequences, strategy, "evaluate", divide_by)
 
     @overload
@@ -214,10 +216,10 @@ class Executable(Membership):
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the summed log-probability of each sequence's targets, given the preceding tokens; change no state.
+        """Return each sequence's summed log-probability of targets given the preceding tokens, without changing state.
 
         Args:
-            sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 are ignored.
+            sequences: as for `step`, without fields that only the loss reads. Labels of -100 are ignored.
             entropy: whether to also return the entropy of the predicted distributions, in nats, summed over targets;
                 this materializes the logits of a micro-batch.
 
@@ -235,7 +237,7 @@ class Executable(Membership):
     def gradients(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> dict[str, Tensor]:
-        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); arguments as for `step`.
+        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); arguments are as for `step`.
 
         Frozen parameters, and parameters that the loss does not use, have no gradient.
         """
@@ -244,7 +246,7 @@ class Executable(Membership):
 
     @collective("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return `model.state_dict()` as full CPU tensors on rank 0, {} elsewhere; all ranks must call this.
+        """Return `model.state_dict()` as full CPU tensors on rank 0 ({} elsewhere); all ranks must call this.
 
         The dict includes tied aliases and persistent buffers. Parameters are the fp32 master weights.
         """
@@ -261,7 +263,7 @@ class Executable(Membership):
                 ...
 
         Args:
-            dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
+            dtype: dtype of floating-point tensors, except tensors that the model's classes keep in fp32.
             to: ranks that get the weights; on other ranks, the loop is empty.
 
         Returns:
@@ -281,7 +283,7 @@ class Executable(Membership):
         self._holding.begin()
         pieces = self._weights(weights, to)
         if self.rank not in to:
-            return iter(list(pieces))  # this rank takes part although its loop is empty
+            return iter(list(pieces))  # this rank also takes part, although its loop is empty
         self._restricted = Restriction(
             ENDS, "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
@@ -321,7 +323,7 @@ class Executable(Membership):
 
         Args:
             directory: directory to write, created if missing; only rank 0 needs access to it.
-            merged: for a peft model, whether to write the base model with its active adapters merged into its weights,
+            merged: for a peft model, whether to write the base model with the active adapters merged into its weights,
                 instead of only the adapters.
 
         Raises:
@@ -344,8 +346,8 @@ class Executable(Membership):
         Args:
             path: a directory visible to all ranks.
             extra: plain data that `load` returns.
-            asynchronous: whether to return once this rank's shards are copied to CPU memory, and to write in the
-                background. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
+            asynchronous: whether to write in the background and return once this rank's shards are copied to CPU
+                memory. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
                 write. If the write fails, the first of these calls or the next step raises the error on every rank.
         """
         self._holding.begin()
@@ -372,7 +374,8 @@ class Executable(Membership):
             extra: plain data that is returned after a restore.
 
         Returns:
-            Errors from writing earlier checkpoints, which are therefore incomplete; the same on all ranks.
+            Errors from writing earlier checkpoints, which are therefore incomplete. The errors are the same on all
+            ranks.
         """
         self._holding.begin()
         return keep(self._session, pieces, extra or {}, persistent_buffers(self._compiled, self._session))
@@ -448,7 +451,7 @@ class Executable(Membership):
 
     @property
     def decision(self) -> str:
-        """On rank 0: a sentence that says whether one strategy is kept or every step chooses one, or ""."""
+        """On rank 0, a sentence on whether one strategy is kept or every step chooses one; "" if undecided."""
         return self._chooser.decision
 
     # Implementation.

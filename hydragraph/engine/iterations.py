@@ -44,8 +44,6 @@ _Running = tuple[Strategy, tuple[int, ...], Purpose]  # strategy, micro-batch co
 
 @dataclass(frozen=True, eq=False)
 class RanIteration:
-    """Result of one iteration."""
-
     batch: MiniBatch
     work: AssignedBatch
     outcome: IterationOutcome
@@ -128,7 +126,7 @@ class IterationRunner(CollectiveCalls):
     def _run(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
     ) -> RanIteration:
-        """Run one iteration; if all ranks raise an error together, mark it as agreed."""
+        """Run one iteration, and mark as agreed any error that all ranks raise together."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
@@ -174,7 +172,7 @@ class IterationRunner(CollectiveCalls):
     ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
-        Raise the same error on all ranks if the call is invalid, a save has failed or calls differ. Raise `Stopped` if
+        Raise the same error on all ranks if the call is invalid, a save has failed, or calls differ. Raise `Stopped` if
         a rank was asked to stop.
         """
         promised = self._promised
@@ -254,7 +252,7 @@ class IterationRunner(CollectiveCalls):
         return self._compiled.packed(batch, choice.strategy, choice.assignment, choice.planned, world, purpose, update)
 
     def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
-        """Build this rank's program; if one rank fails, all ranks raise an error before the step sends messages."""
+        """Build this rank's program; if one rank fails, all ranks raise an error before any messages are sent."""
         self._running = (work.strategy, work.assignment.counts, purpose)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
         self._ran[self._communications] = self._running

@@ -1,6 +1,6 @@
 """Handover of state to new owners while the current owners complete a step.
 
-Between two updates only gradients change. The new owners therefore get weights and moments while a step computes, get
+Between two updates, only gradients change. The new owners therefore get weights and moments while a step computes, get
 the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either all
 ranks switch to the new owners or none does.
 """
@@ -19,7 +19,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
 
-CHUNK = 16 << 20  # bytes packed at a time; limits how long an instruction waits
+CHUNK = 16 << 20  # bytes packed at a time, to limit how long an instruction waits
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"
@@ -43,7 +43,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Start moving the state whose owners differ in a new, unfilled session; all ranks must call this."""
+        """Start moving state whose owners differ in a new, unfilled session; all ranks must call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))

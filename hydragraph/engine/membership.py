@@ -1,4 +1,4 @@
-"""Connection of an executable to ranks that may join or leave, and movement of its state."""
+"""Connection of an executable to ranks that may join or leave, and movement of state between them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Membership(IterationRunner):
         strategies: tuple[Strategy, ...],
         profile: Profile | Costs | None,
     ) -> None:
-        """Give the ranks of a world the model's weights; all ranks must call this."""
+        """Distribute the model's weights to the ranks of a world; all ranks must call this."""
         compiled = self._compiled
         self.strategies = strategies
         compiled.check_modes(strategies)
@@ -125,7 +125,7 @@ class Membership(IterationRunner):
 
     @property
     def profile(self) -> Profile | Costs | None:
-        """Costs of strategies, or None without measurements."""
+        """Costs of strategies, or None if not measured."""
         return self.planning.profile
 
     @property
@@ -195,11 +195,12 @@ class Membership(IterationRunner):
 
         Args:
             world: this process's place in the new world, with an initialized process group, or the current world.
-            home: new owners of the state, or None for the home given to `compile`.
-            before: for each rank of the new world, its previous rank, or None if it joins; unlisted ranks are lost.
-            restore: checkpoint as for `load`, which all ranks read if a part of the state is lost; joining ranks must
+            home: new owners of the state; by default the home given to `compile`.
+            before: for each rank of the new world, its previous rank, or None if it joins. Unlisted previous ranks are
+                lost.
+            restore: checkpoint as for `load`, which all ranks read if a part of the state is lost. Joining ranks must
                 pass it too.
-            strategy: strategies to choose from, or None for the current strategies, which must fit the new ranks.
+            strategy: strategies to choose from; by default the current strategies, which must then fit the new ranks.
             profile: new costs of strategies.
 
         Raises:
@@ -258,8 +259,8 @@ class Membership(IterationRunner):
     def rehome(self, home: Home | str) -> None:
         """Move state to the owners of another home during the next step; all ranks must call this.
 
-        Results are bitwise equal to those of a `move` after that step, but training waits only for the gradients of the
-        parts that move. The handover is discarded if a rank is lost, or if another call loads or moves the state.
+        Results are bitwise equal to those of a `move` after that step, but training waits only for gradients that move.
+        The handover is discarded if a rank is lost, or if another call loads or moves the state.
 
         Raises:
             ValueError: the home does not fit, or another handover is in progress; raised on all ranks.

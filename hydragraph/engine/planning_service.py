@@ -23,7 +23,7 @@ _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 class PlanService:
-    """Worker processes that plan mini-batches from a bounded queue; processes that die are replaced.
+    """Worker processes that plan mini-batches from a bounded queue, and are replaced if they die.
 
     Args:
         ahead: maximum number of mini-batches that are queued, being planned, or planned but not yet taken.
@@ -39,7 +39,7 @@ class PlanService:
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
         self._number = 0  # version of the request
-        self._told = [0] * workers  # version of the request that each process has
+        self._told = [0] * workers  # each process's version of the request
         self._closed = False
         self.replaced = 0
         self.answered = False
@@ -62,7 +62,7 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
-        """Return and remove a mini-batch's plan; None if it was not requested or is not ready after `patience_s`."""
+        """Return and remove a mini-batch's plan, or return None if it was not requested or is not ready in time."""
         with self._changed:
             if lengths not in self._plans:
                 return None

@@ -1,4 +1,4 @@
-"""Planning process, which reads mini-batches from stdin and writes plans to stdout until stdin closes."""
+"""Planning process that reads mini-batches from stdin and writes plans to stdout until stdin closes."""
 
 from __future__ import annotations
 

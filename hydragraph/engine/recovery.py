@@ -47,8 +47,8 @@ class Survived:
     Attributes:
         generation: number of this set of ranks, counted from 1.
         step: last step that the state includes.
-        lost: previous numbers of the ranks that failed.
-        left: previous numbers of the ranks that were asked to end.
+        lost: previous numbers of ranks that failed.
+        left: previous numbers of ranks that were asked to end.
         joined: current numbers of new ranks.
         restored: step of the checkpoint that was read, or None if no state was lost.
         received: number of bytes of state received from other ranks.
@@ -108,9 +108,8 @@ def meet_again(
         newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
             first rank that has one.
         soon: whether to use the first good strategy instead of searching for the best.
-        rates: slowdowns of slow processes by member number, on the rank that monitors them.
-        pieces: this rank's checkpoint pieces, if all ranks have pieces; ranks read the newer of pieces and
-            checkpoint.
+        rates: slow processes' slowdowns by member number, on the rank that monitors slowdowns.
+        pieces: this rank's checkpoint pieces, if all ranks have pieces; the newer of pieces and checkpoint is read.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -214,7 +213,7 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
 
 
 def seats_of_fewer(world: World) -> Sequence[int]:
-    """Return the ranks' seats if an elastic launch has fewer ranks than it asks for, and otherwise no seats."""
+    """Return the ranks' seats if an elastic launch has fewer ranks than it asks for, or else no seats."""
     member = here()
     return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
 
@@ -239,7 +238,7 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit; if none fits, return planned or similar strategies."""
+    """Return the given strategies that fit or, if none fits, planned or similar strategies."""
     choices, lengths = exe.given, exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:
@@ -275,7 +274,7 @@ def costs_for(
     """Return the costs of strategies on the devices in these seats (initial ranks).
 
     Args:
-        seats: seat of each rank; if a seat lies outside the cluster, devices are assumed to be identical.
+        seats: seat of each rank. If a seat is outside the cluster, devices are assumed to be identical.
         priced: seats of the devices in `given`; None means 0, 1, ...
     """
     if not isinstance(given, Costs):
@@ -287,7 +286,7 @@ def costs_for(
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:
-    """Derive the home of ranks in these seats from the home for all seats.
+    """Derive a home for ranks in these seats from the home for all seats.
 
     Args:
         wanted: home with shares by seat; ranks in other seats get the average share.

@@ -43,7 +43,7 @@ TIMEOUT = timedelta(minutes=30)  # maximum duration of one communication
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One rank's communicators and share of the state; without an optimizer, a session does not train."""
+    """One rank's communicators and share of the state; without an optimizer, the session cannot train."""
 
     program: Program
     buffers: Mapping[str, Tensor]
@@ -73,7 +73,7 @@ class Session:
 
         Args:
             alike: named texts that must be identical on all ranks.
-            log: progress of the state that `fill` provides, or None if that state is new.
+            log: progress of the state that `fill` provides, or None for new state.
             ending: earlier session of the same world; its communicators and unmoved state are reused.
 
         Raises:
@@ -113,7 +113,7 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return the inputs of `compare` as this rank's message at a commit; `RanksCompared.of` reads all messages.
+        """Return `compare`'s inputs as this rank's message at a commit; `RanksCompared.of` reads all messages.
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
@@ -135,7 +135,7 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            says: function that returns this rank's message to all ranks (`saying`); called after its computation.
+            says: function that returns this rank's message to all ranks (`saying`), called after the computation.
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}
@@ -169,7 +169,7 @@ class Session:
         Args:
             shards, names: as for `gather`; buckets without parameters in `names` are skipped.
             to: ranks that receive the tensors, on their devices; other ranks get {}.
-            dtype: function from a bucket's parameter names to the dtype to send; None means the dtype of the shards.
+            dtype: function that returns the dtype to send for a bucket's parameter names; by default the shards' dtype.
         """
         world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -187,7 +187,7 @@ class Session:
             yield tensors
 
     def update(self, norm: float) -> None:
-        """Clip the gradients of this rank's share by the global norm, and update the share."""
+        """Clip this rank's gradients by the global norm, and update its share of the weights."""
         self.log.updating()
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
@@ -218,7 +218,7 @@ def _same(old: Layout, new: Layout) -> Layout:
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer; raise on every rank if a rank fails or settings differ."""
+    """Create this rank's optimizer; raise an error on every rank if a rank fails or settings differ."""
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:

@@ -1,4 +1,4 @@
-"""Comparison of losses and gradients with plain PyTorch on the unmodified model.
+"""Comparison of losses and gradients with the unmodified model in plain PyTorch.
 
 The reference runs one sequence at a time, and shares no code with the system under test, except for the random numbers
 of dropout (`Masks`).
@@ -19,10 +19,10 @@ from hydragraph.spec.strategy import Strategy
 
 LOSS_TOLERANCE = 1e-5  # relative
 GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
-GLOBAL_TOLERANCE = 1e-7  # added tolerance relative to the norm of all gradients, for gradients that are 0 (key biases)
+GLOBAL_TOLERANCE = 1e-7  # added tolerance, relative to the norm of all gradients, for gradients of 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
-# Maps a sequence's number in the mini-batch (-1: no dropout) and its length to a context that applies dropout masks.
+# Maps a sequence's index in the mini-batch (-1 for no dropout) and length to a context that applies dropout masks.
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
@@ -38,7 +38,7 @@ class Comparable(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """One device's mean loss per target, and gradients by parameter name."""
+    """Mean loss per target and gradients by parameter name, from one device."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -49,7 +49,8 @@ class ParityRow:
     """Comparison of a strategy with the reference, for the parameter with the largest error.
 
     Attributes:
-        error, norm: L2 norms of the error in the parameter's gradient g, and of g.
+        error: L2 norm of the error in the parameter's gradient g.
+        norm: L2 norm of g.
         ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
     """
 
@@ -77,8 +78,8 @@ def reference(
 
     Args:
         model: a Hugging Face model with weights.
-        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optionally `weights`, one
-            factor for all losses of the sequence.
+        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optionally `weights`, a
+            factor for the sequence's loss.
         masks: dropout masks for the gradients; the loss is computed without dropout.
 
     Raises:
@@ -122,7 +123,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     """Return the comparison for the gradient with the largest error.
 
     Raises:
-        ValueError: only the strategy, or only the reference, has a nonzero gradient of a parameter.
+        ValueError: only the strategy or only the reference has a nonzero gradient of some parameter.
     """
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)

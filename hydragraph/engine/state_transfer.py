@@ -28,7 +28,7 @@ from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed
 
 _WHAT = "move"
 
-# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both to read the newer checkpoint.
+# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both, of which the newer is read.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -38,7 +38,7 @@ class Moved:
 
     Attributes:
         step: last step that the state includes, identical on all ranks.
-        finished: whether the move finished this step, which had raised an error on this rank. If so, step your
+        finished: whether the move finished this step after it raised an error on this rank. If so, step your
             learning-rate scheduler once more.
         restored: step of the checkpoint that was read, or None if no state was lost.
         read: number of bytes that this rank read from pieces, as in `recovery.Survived`.
@@ -151,7 +151,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
-    """Read the complete state, because surviving parts are of a later step than the checkpoint."""
+    """Read the complete state, because surviving parts belong to a later step than the checkpoint."""
     if restore is None and nobody:
         raise ValueError(
             "move: all ranks that had the state are lost, and no checkpoint is given: start again, or give a "
@@ -185,7 +185,7 @@ def read(session: Session, restore: Restore) -> Brought:
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
         recovered = recover(pieces, session.program.buckets, session.home, groups, least=least)
-        pieces.last = None  # the next pieces start another series
+        pieces.last = None  # the next pieces begin another series
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "recover returns None only if a path is given"
@@ -227,7 +227,7 @@ def _taken(session: Session, found: Recovered) -> Brought:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return the new session with the old optimizer object, because schedulers refer to that object."""
+    """Return the new session with the old optimizer object, to which schedulers refer."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

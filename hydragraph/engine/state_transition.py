@@ -28,7 +28,7 @@ class Holding:
     """A rank's current and arriving session."""
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Start without a session; `start` returns initial weights, which are unused if weights are loaded first."""
+        """Start without a session; `start` returns initial weights, unused if weights are loaded first."""
         self.held: Session | None = None
         self.handover: Handover | None = None
         self.generation = 0
@@ -36,7 +36,7 @@ class Holding:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0  # generation of the arriving session
-        self._called: tuple[int, ...] = ()  # rank numbers of this process since the last switch
+        self._called: tuple[int, ...] = ()  # this process's rank numbers since the last switch
 
     @property
     def session(self) -> Session:
@@ -60,7 +60,7 @@ class Holding:
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
-        """Return this process's standing for a meeting in which it is rank `rank`; None without state."""
+        """Return this process's standing for a meeting as rank `rank`, or None without state."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
@@ -69,7 +69,7 @@ class Holding:
         return Standing(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
-        """Switch to the state that all ranks have agreed on; return whether this rank finished a step to reach it."""
+        """Switch to the agreed state; return whether this rank finished a step to reach it."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving = None

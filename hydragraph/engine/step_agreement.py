@@ -1,6 +1,6 @@
 """Agreement on the next step at the end of the current step, so that ranks wait for a slow rank only once per step.
 
-Ranks check the promised mini-batch before they commit the current step, and compare its digests at the commit.
+Ranks check the promised mini-batch before they commit the current step, and compare digests at the commit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Call:
 
     Attributes:
         batch: mini-batch, or None if the call is rejected.
-        strategy: requested strategy; None if the call requests none or is rejected.
+        strategy: requested strategy, or None if the call requests none or is rejected.
         mark: digest of the call, or of the error that rejects it.
     """
 
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(eq=False)
 class Promise:
-    """Promised step after the current step; `call` is set once the arguments are checked."""
+    """Promise of the step after the current step; `call` is set once the arguments are checked."""
 
     sequences: Batches
     strategy: Strategy | str | None

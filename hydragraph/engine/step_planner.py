@@ -22,7 +22,7 @@ class IterationPlan:
 
     Attributes:
         seconds: expected time of the iteration, or 0 for the quick plan.
-        late: whether the full plan was not ready in time, so that this is the quick plan.
+        late: whether this is the quick plan, because the full plan was not ready in time.
     """
 
     candidate: int
@@ -37,7 +37,8 @@ class IterationPlanner:
     """Planner of iterations on one rank.
 
     Args:
-        static: index of the candidate to use if it can run the longest sequence, or None to choose every time.
+        static: index of the candidate to use if it can run the longest sequence, or None to choose for every
+            mini-batch.
     """
 
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
@@ -75,7 +76,7 @@ class IterationPlanner:
         return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
-        """Use other candidates or costs, also for announced mini-batches."""
+        """Use other candidates or costs, even for announced mini-batches."""
         self._request = request
         self._static = static
         self._chosen = request if static is None else request.only(static)
@@ -84,7 +85,7 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Take over the processes of another planner; while processes start, steps use the quick plan.
+        """Take over another planner's processes; while processes start, steps use the quick plan.
 
         Args:
             before: this process's previous planner, whose announcements are discarded.

@@ -15,7 +15,7 @@ class StepReport:
 
     Attributes:
         step: number of the step, counted from 1.
-        loss: sum of losses of the global mini-batch, divided by `divide_by`; by default the mean over target tokens.
+        loss: sum of the global mini-batch's losses, divided by `divide_by`; by default the mean over target tokens.
         tokens: number of target tokens.
         grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
         strategy: text of the strategy.
@@ -27,7 +27,7 @@ class StepReport:
         planning_hidden_s: seconds of planning that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.
         expected_s: step time predicted by the profile, or 0 without a profile.
-        ranks: each rank's time and its waits for communication.
+        ranks: each rank's time and waits for communication.
     """
 
     step: int

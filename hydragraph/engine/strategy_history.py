@@ -12,7 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Era:
-    """One set of ranks that trained together. Its `strategies`, most recent first, contain seats instead of ranks."""
+    """A set of ranks that trained together, and its `strategies`, most recent first, with seats in place of ranks."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]
@@ -20,7 +20,7 @@ class Era:
 
 @dataclass(frozen=True)
 class Past:
-    """History known to one process; `seats` are the seats of the current ranks, by default 0, 1, ..."""
+    """History known to one process; `seats` are the current ranks' seats, by default 0, 1, ..."""
 
     seats: tuple[int, ...] | None = None
     eras: tuple[Era, ...] = ()
@@ -39,7 +39,7 @@ class Past:
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
         """Return earlier strategies, renumbered for ranks in these seats; other seats get higher numbers.
 
-        Strategies that ran on the same seats come first; the others follow, most recent first.
+        Strategies that ran on the same seats come first, then the others, most recent first.
         """
         number = {seat: rank for rank, seat in enumerate(seats)}
         for era in self.eras:

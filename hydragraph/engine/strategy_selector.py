@@ -1,4 +1,4 @@
-"""Choice of every iteration's strategy and assignment, by rank 0 for all ranks."""
+"""Choice of each iteration's strategy and assignment by rank 0, for all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class IterationChoice:
-    """Strategy and assignment of one iteration, and planning times."""
-
     strategy: Strategy
     assignment: Assignment
     planned: Planned
@@ -68,7 +66,7 @@ class Chooser:
         self._plans = self._measured or len(strategies) > 1
         self._planner: IterationPlanner | None = None  # on rank 0
         self._change: _Change | None = None  # on rank 0
-        self._coming: tuple[Strategy, ...] = ()  # strategies that are prepared or being prepared
+        self._coming: tuple[Strategy, ...] = ()  # strategies prepared or in preparation
         self._making: Beforehand | None = None
         self._ready = False
         if self._plans and groups.world.rank == 0:
@@ -107,7 +105,7 @@ class Chooser:
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
     ) -> None:
-        """Choose from other strategies, on the planning rank; `Executable.choose_from` documents the arguments.
+        """Choose from other strategies (on rank 0); `Executable.choose_from` documents the arguments.
 
         Raises:
             Unsupported: the strategies of the previous call have just become ready.

@@ -13,7 +13,7 @@ from hydragraph.engine.session import Session
 
 
 def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """Return the model's state dict, or some of its keys, as full CPU tensors on rank 0, {} elsewhere."""
+    """Return the model's state dict, or some of its keys, as full CPU tensors on rank 0 ({} elsewhere)."""
     sources = {key: source for key, source in compiled.tensors.items() if keys is None or key in keys}
     parameters = session.gather(session.home.weights, frozenset(sources.values()))
     if session.world.rank:
@@ -48,7 +48,7 @@ class PublishedWeights:
                 self._first.setdefault(source, key)
 
     def buckets(self, to: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors bucket by bucket on the ranks `to`, {} elsewhere; all ranks must exhaust the iterator."""
+        """Yield the tensors bucket by bucket on the ranks `to` ({} elsewhere); all ranks must exhaust the iterator."""
         return self._session.gather_by_bucket(self._session.home.weights, frozenset(self._first), to, self._dtype_of)
 
     @property

@@ -11,7 +11,7 @@ ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added
 
 
 def added_input(graph: fx.Graph, name: str, value: Callable[[], Tensor]) -> fx.Node:
-    """Return the graph's placeholder `name`; if it is missing, add it with the fake value that `value` returns."""
+    """Return the graph's placeholder `name`; if it is missing, add it with the fake value `value()`."""
     placeholders: dict[str, fx.Node] = {node.name: node for node in graph.find_nodes(op="placeholder")}
     if name not in placeholders:
         with graph.inserting_after([*placeholders.values()][-1]):

@@ -22,7 +22,7 @@ _LARGEST = 1 << 20  # maximum elements of a constant tensor that is compared by 
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Digest a block's computation, or return None if it cannot be described; `hints` maps size symbols to examples."""
+    """Digest a block's computation; return None if it cannot be described. `hints` maps size symbols to values."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -115,7 +115,7 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # described before the operator can write into them
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func`, which may write into them
         result = func(*args, **(kwargs or {}))
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")

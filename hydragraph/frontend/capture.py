@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend import custom_modules, huggingface
 from hydragraph.frontend.added_inputs import ADDED
 from hydragraph.frontend.block_equivalence import is_without_index, kind_of, refuse_state, refuse_state_around
+from hydragraph.frontend.buckets import buckets_of
 from hydragraph.frontend.compiled_folder.program_cache import keep_program, path_of, read_program
 from hydragraph.frontend.counted_positions import use_position_ids
 from hydragraph.frontend.dropout_calls import INPUTS
@@ -47,7 +48,7 @@ from hydragraph.frontend.token_mixing import field_of, refuse_mixing, refuse_oth
 from hydragraph.frontend.trainable_parameters import learning, refuse_other_dtypes
 from hydragraph.frontend.untraceable import refuse_unseen
 from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
-from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.find_cuts import uncut_heads
 from hydragraph.passes.graph_node import ATTENDING, operands
@@ -71,12 +72,12 @@ def capture(
     loss: Loss | None = None,
     blocks: str | None = None,
 ) -> Program:
-    """Trace a model once into a Program, whose blocks have placeholders for the communication of any strategy.
+    """Trace a model once into a Program, in which placeholders mark where a strategy may communicate.
 
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
             custom module is called with the batch fields that its forward's parameters name. If its only required
-            parameter, such as `batch`, is not a field name, the module is called with the whole dict. Each block takes
+            parameter is not a field name (such as `batch`), the module is called with the whole dict. Each block takes
             the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
             interact only in `hydragraph.varlen_attention`.
         example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels
@@ -250,7 +251,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
     if previous is None:
-        raise Unsupported("the loss does not depend on the blocks", where=model, remedy="use the model's outputs")
+        remedy = "compute the loss from the model's outputs"
+        raise Unsupported("the loss does not depend on the blocks", where=model, remedy=remedy)
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
@@ -268,7 +270,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
-        if not renamed:  # not in the head: a loss may count the tokens of the row
+        if not renamed:  # not in the head: a loss may count a row's tokens
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
         return template_of(part, (parameters, buffers, inputs), where)
@@ -283,10 +285,10 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
         what = "blocks share a value that depends on parameters or blocks, so stages cannot compute it from the batch"
         if not aux.parameters and torch.ops.hydragraph.block.default not in placed[: len(aux.graph.graph.nodes)]:
-            what = "the model reads the output of an earlier block after its last block"
+            what = "after its last block, the model reads the output of an earlier block"
         remedy = (
-            "compute the value in the blocks, from their own (or common) parameters and fields such as input_ids; or "
-            "concatenate it to the hidden state on the last dimension, which every block splits and concatenates again"
+            "compute the value in each block, from parameters and fields such as input_ids; or concatenate it to the "
+            "hidden state on the last dimension, and let every block split it off and concatenate it again"
         )
         raise Unsupported(what, where=model, remedy=remedy)
     return _Pieces(model, embed, aux, head, feeds, {tokens: skeleton.example["T"], bounds: skeleton.example["N+1"]})
@@ -379,7 +381,7 @@ def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) 
         aux=Block("aux", pieces.aux.name, (), pieces.aux.buffers),
         templates={**annotated, pieces.aux.name: pieces.aux},
         parameters=parameters,
-        buckets=_buckets(blocks, parameters, learning(blocks, templates, parameters)),
+        buckets=buckets_of(blocks, parameters, learning(blocks, templates, parameters)),
         heads=tuple(sorted(heads)),
         unplaced=huggingface.unplaced_id(model) if is_huggingface else None,
         positions=huggingface.positions(model) if is_huggingface else None,
@@ -400,30 +402,3 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
         return huggingface.is_causal(model)
     calls = (n for t in layers.values() for n in t.graph.graph.nodes if n.target in ATTENDING)
     return all(operands(n)[5] for n in calls)
-
-
-def _buckets(
-    blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
-) -> tuple[Bucket, ...]:
-    users: dict[str, list[str]] = {}
-    for block in blocks:
-        for name in dict.fromkeys(block.parameters):
-            users.setdefault(name, []).append(block.name)
-    buckets = []
-    for block in blocks:
-        names = list(dict.fromkeys(block.parameters))
-        tied = [n for n in names if len(users[n]) > 1 and users[n][0] == block.name]
-        own = [n for n in names if len(users[n]) == 1]
-        buckets += [Bucket(n, (parameters[n],), tuple(users[n]), n in learns) for n in tied]
-        buckets += _by_learning(block.name, [parameters[n] for n in own], (block.name,), learns)
-    unused = [p for n, p in parameters.items() if n not in users]
-    return (*buckets, *_by_learning("unused", unused, (), learns))
-
-
-def _by_learning(
-    name: str, parameters: Sequence[Parameter], blocks: tuple[str, ...], learns: Collection[str]
-) -> Iterator[Bucket]:
-    for suffix, kind in (("", True), ("/frozen", False)):
-        chosen = tuple(p for p in parameters if (p.name in learns) is kind)
-        if chosen:
-            yield Bucket(name + suffix, chosen, blocks, kind)

@@ -1,16 +1,16 @@
-"""Rewriting of graphs that process the rows selected by a mask, so that they process all tokens.
+"""Rewriting of graphs that process only the rows selected by a mask, so that they process all rows.
 
 A model may select an expert's tokens with a mask:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-A captured graph cannot have a number of rows that depends on tensor values, so `with_all_rows` processes all rows:
+In a captured graph, the number of rows cannot depend on tensor values, so `with_all_rows` rewrites this as:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-The result is the same if each row depends on one token, which `token_axes` proves, and if the unselected rows have
-finite gradients.
+The results are equal if each row depends on only one token, which `token_axes` proves, and if the unselected rows
+have finite gradients.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Selection:
 
     Attributes:
         mask: the mask, permuted so that the token dimension is the first.
-        dims, sizes: for each dimension of `mask`, its index in the original mask and its size.
+        dims: for each dimension of `mask`, its index in the original mask.
+        sizes: the sizes of `mask`.
     """
 
     mask: fx.Node
@@ -60,7 +61,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph with all row selections replaced, or the graph itself if it has none or one cannot be replaced."""
+    """Return a graph with all row selections replaced, or the given graph if it has none or one is unsupported."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -74,8 +75,8 @@ def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     copied.graph.eliminate_dead_code()
     copied.recompile()
     _LOG.warning(
-        "%s: processes all tokens instead of those that a mask selects, so n experts cost as much as n dense layers; "
-        "transformers' mixture-of-experts models (Mixtral, Qwen3-MoE) compute only the chosen experts",
+        "%s: processes all tokens instead of only those that a mask selects, so n experts cost as much as n dense "
+        "layers; to compute only chosen experts, use a mixture-of-experts model of transformers (Mixtral, Qwen3-MoE)",
         where,
     )
     return copied
@@ -174,7 +175,7 @@ class _Rewriting:
         raise _Unchanged(f"{node.target} reads positions that a mask selects")
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        """Return the selection behind `indices`, and a map from the mask's dimensions to the indexed value's."""
+        """Return the selection behind `indices`, and a map from the mask's dimensions to those of the indexed value."""
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}

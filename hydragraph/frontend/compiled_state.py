@@ -40,7 +40,7 @@ from hydragraph.private.hooks_and_overrides import (
 from hydragraph.private.module_internals import tables_of
 
 _REMEDY = (
-    "call hg.compile again after a change; pass a value that changes with every step as a field of the batch (example=)"
+    "call hg.compile again after such a change, or pass values that change at every step as batch fields (example=)"
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
@@ -66,7 +66,7 @@ class _Names:
     Attributes:
         now: returns the current values, or None if the owner no longer exists.
         plain: values that are compared directly.
-        others: values of other types, as `_frozen` returned them at compilation; `check` compares the current ones.
+        others: values of other types, as returned by `_frozen` at compilation.
         known: all names, or None to ignore added names.
         kind: class of the owner; an added name matters only if the code of this class mentions it.
     """
@@ -186,7 +186,7 @@ class _Module:
 
 
 class CompiledState:
-    """Python state at compilation that a step's results depend on; references are weak.
+    """Python state, as of compilation, on which a step's results depend; references are weak.
 
     Args:
         loss: the user's own loss, or None.

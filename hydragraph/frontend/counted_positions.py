@@ -1,4 +1,4 @@
-"""Replacement of positions from `torch.arange(T)` by `position_ids`."""
+"""Replacement of `torch.arange(T)`, used as positions, with `position_ids`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.s
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace each `arange` that numbers the tokens of a packed row with the position ids.
+    """Replace each `arange` over the tokens of a packed row with the position ids.
 
     Args:
-        given: node of the positions, [1, T] int64; None adds an input.
+        given: node with the positions, [1, T] int64; None adds a graph input.
     """
     counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]
     for node in counters:

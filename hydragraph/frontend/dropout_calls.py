@@ -66,7 +66,7 @@ def _token_dim(x: fx.Node, where: str) -> int:
     if len(dims) != 1 or dims[0] == len(shape(x)) - 1:
         what = (
             f"dropout is applied to a value of shape {list(map(str, shape(x)))}, which "
-            "does not have exactly one token dimension, followed by features"
+            "is not one token dimension followed by features"
         )
         remedy = "set that dropout probability to 0, or apply dropout to values with one row per token"
         raise Unsupported(what, where=where, remedy=remedy)

@@ -46,17 +46,17 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     ),
     "data-dependent expression": (
         "a Python decision depends on a tensor's value (if, assert, .item(), or a PyTorch function that checks values)",
-        "choose values with torch.where, and remove checks of values",
+        "choose values with torch.where, and remove checks of tensor values",
     ),
     "FlexAttention is only supported": (
-        "it calls flex_attention, which does not know the packed sequences",
-        "call hydragraph.varlen_attention(q, k, v, cu_seqlens); it has windows, chunks, caps and sinks",
+        "it calls flex_attention, which would mix packed sequences",
+        "call hydragraph.varlen_attention(q, k, v, cu_seqlens), which supports windows, chunks, caps and sinks",
     ),
-    "functorch tensor": ("it uses torch.func within the trace", "replace torch.func by operators"),
+    "functorch tensor": ("it uses torch.func within the trace", "replace torch.func with tensor operators"),
     "fake tensor in the exported program": (
         "it uses a tensor that the trace does not see, because it was read through .data, kept from another call or "
         "block, or created within torch.func",
-        "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func by operators",
+        "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
 _NAMED = 4  # maximum number of attributes in an error
@@ -215,7 +215,7 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
 def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
         if transforms_functions(node.target):
-            what = "it transforms a function (torch.cond, torch.vmap or similar), which the captured graph cannot do"
+            what = "it transforms a function (torch.cond, torch.vmap or similar); a captured graph has only operators"
             remedy = "use torch.where instead of torch.cond, and einsum or broadcasting instead of torch.vmap"
             raise Unsupported(what, where=where, remedy=remedy)
         attends = "scaled_dot_product" in str(node.target)  # refused later

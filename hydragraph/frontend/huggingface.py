@@ -156,7 +156,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 class _OrPyTorchs(str):
-    """Name of hydragraph's attention that also equals "sdpa", for layers that call PyTorch's attention themselves."""
+    """Name of hydragraph's attention that also equals "sdpa", for layers that call PyTorch's attention directly."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -191,7 +191,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return a RoBERTa-like model's padding id, or None; the model's positions start after this id and skip padding."""
+    """Return the padding id of a RoBERTa-like model, whose positions start after this id and skip padding, or None."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)

@@ -1,4 +1,4 @@
-"""Detection of code in a library model's forward that does not come from its libraries, such as patches."""
+"""Detection of code, such as patches, that a library model's forward runs but its libraries do not contain."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ def refuse_trained(loss: Loss | None) -> None:
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         what = f"the loss has the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = (
-            "register the parameter, or the frozen module, in the model, and have its forward return the parameter, or "
-            "the module's output, along with the logits"
+            "move the parameter, or the frozen module that holds it, into the model, and let the model's forward "
+            "return the parameter, or the module's output, along with the logits"
         )
         raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 
 
 def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
-    """Return a loss module's buffers by their names in a program, on the CPU."""
+    """Return a loss module's buffers on the CPU, by their names in a program."""
     if not isinstance(loss, nn.Module):
         return {}
     buffers = {}
@@ -48,7 +48,7 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program; `attribute` is the traced module's attribute for the loss."""
+    """Return a buffer's name in a program; `attribute` of the traced module holds the loss."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 

@@ -49,10 +49,10 @@ class Marker:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.refuse(f"a mask's .{name}")
+        self.refuse(f"the layer reads its .{name}")
 
     def __getitem__(self, index: object) -> Any:
-        self.refuse("a part of a mask")
+        self.refuse("the layer indexes it")
 
 
 def mask(
@@ -93,7 +93,7 @@ def is_causal(module: nn.Module) -> bool:
 
 
 def directions(module: nn.Module) -> set[str]:
-    """Return the directions of the masks that a model made during tracing: "causal", "both"."""
+    """Return the directions, "causal" or "both", of the masks that a model made during tracing."""
     return set(getattr(getattr(module, "config", None), _DIRECTIONS, ()))
 
 
@@ -139,7 +139,7 @@ def _limit(pattern: Pattern) -> tuple[str, int] | str:
     # A bidirectional window of transformers includes keys at exactly the given distance.
     if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
         return "window", captured["sliding_window"] + _WINDOWS[name]
-    # Chunks start at the first token, as we pass no padding.
+    # Chunks start at the first token, because there is no padding.
     if name == "chunked_overlay" and isinstance(captured.get("chunk_size"), int):
         return "chunk", captured["chunk_size"]
     return f"a custom pattern ({name})"

@@ -39,7 +39,8 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     """Yield the initial parameters of a model on the meta device, by canonical name, in fp32 on the CPU.
 
     Args:
-        blocks: path of the repeated blocks, as in `capture`. A dict per block follows the dict of all other parameters.
+        blocks: path of the repeated blocks, as in `capture`. The first dict has the parameters outside the blocks; one
+            dict per block follows.
 
     Raises:
         Unsupported: the initialiser does not set a parameter.

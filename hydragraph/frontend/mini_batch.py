@@ -20,7 +20,7 @@ from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
 DivideBy = Literal["targets", "sequences"] | float
-"""Divisor of a step's summed losses: a count in the global mini-batch, or a number."""
+"""Divisor of a step's summed losses: the global mini-batch's target or sequence count, or a number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class MiniBatch:
     """Validated mini-batch.
 
     Attributes:
-        sequences: the sequences; their labels are aligned with the positions that predict them.
+        sequences: sequences with labels at the positions that predict them.
         lengths: token count of each sequence, or 0 for a sequence without a target.
         tokens: number of targets, at least one.
     """
@@ -44,7 +44,7 @@ class MiniBatch:
         """Validate sequences or padded batches (`hydragraph.spec.padded`).
 
         Raises:
-            ValueError: a sequence is malformed or outside the limits, or no sequence has a target.
+            ValueError: a sequence is malformed or violates `limits`, or no sequence has a target.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
         if not all(limit.holds(checked) for limit in limits):
@@ -110,7 +110,7 @@ def packed(
     unplaced: int | None = None,
     draws: Draws | None = None,
 ) -> AssignedBatch:
-    """Pack the micro-batches of a rank; `pack` documents `several`, `unplaced` and `draws`."""
+    """Pack the micro-batches of a rank; `several`, `unplaced` and `draws` are as in `pack`."""
     mine = {place.pipeline for place in strategy.places(rank)}
     blanks = 0
     batches = []

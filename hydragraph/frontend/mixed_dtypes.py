@@ -30,7 +30,7 @@ def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> N
             said = " and ".join(f"{kind} ({name})" for kind, name in reversed(named.items()))
             weight = next((name for name in named.values() if name in tensors.values()), "the weight")
             what = f"{node.target} gets operands of {said}, but requires one dtype ({asked[key]})"
-            remedy = f"cast the operands of {weight} to its dtype; all parameters have dtype={dtype}"
+            remedy = f"cast the operands used with {weight} to {dtype}, the dtype of all parameters"
             raise Unsupported(what, where=where, remedy=remedy)
 
 

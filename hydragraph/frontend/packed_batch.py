@@ -19,7 +19,7 @@ class Draws:
 
     Attributes:
         key: key of the step (`kernels.philox.key_of`).
-        numbers: number of each sequence in its mini-batch, or -1 for no dropout.
+        numbers: index of each sequence in its mini-batch, or -1 for no dropout.
     """
 
     key: int
@@ -49,8 +49,8 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, and to at least 2, by a sequence without targets.
-        several: whether to add a padding sequence to a single sequence, so that the batch has two.
+        multiple: a sequence without targets pads the token count to a multiple of this, and to at least 2.
+        several: whether to add a padding sequence if there is only one sequence.
         unplaced: token id that gets position -1 and does not advance positions.
 
     Returns:

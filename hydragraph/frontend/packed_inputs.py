@@ -84,7 +84,7 @@ def own_fields(program: Program) -> dict[str, Field]:
 
 
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
-    """Sum the cross-entropy of logits [1, T, V] over tokens with labels [1, T] other than -100, in fp32.
+    """Sum the cross-entropy of logits [1, T, V], in fp32, over tokens whose label [1, T] is not -100.
 
     The logits are `outputs.logits`, `outputs["logits"]`, or `outputs` if it is a tensor.
 

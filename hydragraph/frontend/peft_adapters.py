@@ -23,7 +23,7 @@ _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])\.")
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Return whether a model is a peft wrapper; does not import peft."""
+    """Return whether a model is a peft wrapper, without importing peft."""
     return any(c.__module__.startswith("peft.") for c in type(model).__mro__) and hasattr(model, "peft_config")
 
 
@@ -33,8 +33,6 @@ def base_model(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Configs of a peft model's adapters, and the names of the active adapters."""
-
     configs: Mapping[str, Any]
     active: str | list[str]
 

@@ -65,7 +65,7 @@ def entries(listed: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
 
 
 def separate_repeated(listed: nn.ModuleList | nn.ModuleDict) -> None:
-    """Give each later occurrence of a block its own module, with shared tensors."""
+    """Replace later occurrences of a block with copies that share its tensors."""
     seen = set[int]()
     for place, block in table_of(listed).items():
         if id(block) in seen and block is not None:

@@ -36,8 +36,6 @@ def _(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
 
 @dataclass
 class BlockCall:
-    """Call of one block by the model."""
-
     name: str
     module: nn.Module
     spec: TreeSpec
@@ -50,13 +48,13 @@ class BlockCall:
     feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node for all blocks, if there is one
 
     def called(self) -> str:
-        """Return a digest of the arguments; only the shapes and dtypes of tensors count."""
+        """Return a digest of the arguments, with only the shapes and dtypes of tensors."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
 
 class FlatBlock(nn.Module):
-    """Wrapper of a block that takes only tensors and returns only the hidden state."""
+    """Block wrapper that takes only tensors and returns only the hidden state."""
 
     def __init__(self, call: BlockCall) -> None:
         super().__init__()
@@ -88,7 +86,10 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     if len(tensors) != 1:
         form = f"{len(tensors)} tensors" if tensors else "no tensor"
         what = f"the block returns {form} ({_outline(output)}), but only its hidden state is passed from block to block"
-        remedy = "return only the hidden state; disable router logits and caches, and concatenate other tensors to it"
+        remedy = (
+            "return only the hidden state; disable router logits and caches, and concatenate other tensors to the "
+            "hidden state"
+        )
         raise Unsupported(what, where=where, remedy=remedy)
     (position,) = tensors
 
@@ -224,7 +225,7 @@ def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 @dataclass
 class _Forms:
-    """Outputs of blocks, learned during tracing.
+    """Forms of blocks' outputs, recorded during tracing.
 
     Attributes:
         wide: id of a block's result [T, H] -> the same result as [1, T, H].
@@ -292,7 +293,7 @@ def _opaque(
         rebuild, form = forms.of[key]
         hidden, *others = inputs
         if not torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in block.parameters())):
-            what = "the model runs it under torch.no_grad(), but its parameters or those before it are trainable"
+            what = "the model runs this block under torch.no_grad(), but its or earlier parameters are trainable"
             remedy = "freeze these parameters with requires_grad_(False), and run the block without no_grad()"
             raise Unsupported(what, where=name, remedy=remedy)
         flat = hidden.dim() == 2

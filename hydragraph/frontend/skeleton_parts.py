@@ -59,6 +59,6 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
 
 
 def identifier(name: str) -> str:
-    """Return a tensor's name as an identifier for its placeholder; the name may be a number."""
+    """Turn a tensor's name, which may be a number, into an identifier for its placeholder."""
     name = name.replace(".", "_")
     return name if name.isidentifier() else f"_{name}"

@@ -1,4 +1,4 @@
-"""Analysis of the names that the code of a model and of its loss can read."""
+"""Analysis of the names that a model's and its loss's code can read."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names and string constants in code; `getattr` may read the strings."""
+    """Yield the names in code, and the string constants, which `getattr` may read."""
     for code_object in _codes(code):
         yield from code_object.co_names
         yield from (constant for constant in code_object.co_consts if isinstance(constant, str))

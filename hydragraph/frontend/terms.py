@@ -3,7 +3,7 @@
 The proof sorts values into four kinds:
 
     constant    the same for every batch
-    bounds      computed only from cu_seqlens and positions in the row: which sequence a token belongs to
+    bounds      which sequence a token belongs to: computed only from cu_seqlens and positions in the row
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
@@ -40,7 +40,7 @@ _FINDS = aten_operators("""
 _WHOLE_ROW = "weights tokens by their position in the packed row, which depends on the other packed sequences"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
-_BEHIND = "does more with a sum over tokens than adding or scaling it"
+_BEHIND = "uses a sum over tokens for more than addition or scaling"
 
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
 _ADDED = aten_operators("add.Tensor sub.Tensor stack cat")
@@ -51,7 +51,7 @@ _SUM = 2  # PyTorch's code of reduction="sum"
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
-    """Describe the first operator that keeps a loss from being a sum of independent terms, or return None.
+    """Describe the first operator that prevents a loss from being a sum of independent terms, or return None.
 
     Args:
         bounds: the placeholders of cu_seqlens and max_length that the graph uses.
@@ -63,9 +63,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
-            return (
-                f"it returns the result of {stray.target}, which is no sum over tokens" if stray is not None else None
-            )
+            return f"it returns the result of {stray.target}, not a sum over tokens" if stray is not None else None
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes
@@ -97,7 +95,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 
 
 def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | None:
-    """Return the problem with an operator on terms, or None; if its result is a total, add it to `totals`."""
+    """Return the problem with an operator on terms, or None; add the operator to `totals` if its result is a total."""
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
         return None

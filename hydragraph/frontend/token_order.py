@@ -72,7 +72,7 @@ class Routing:
         self._rows = rows
         self._tokens = tokens
         self._points: dict[fx.Node, Points] = {}
-        self._counters: dict[fx.Node, Order] = {}  # 0, 1, 2, ... through the rows of an order
+        self._counters: dict[fx.Node, Order] = {}  # 0, 1, 2, ..., one number per row of an order
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
         self._counts: dict[fx.Node, fx.Node] = {}  # number of rows with each key -> the sort
         self._ends: dict[fx.Node, fx.Node] = {}  # index after the last row with each key -> the sort
@@ -154,7 +154,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle the floor division of row positions by a number that divides the number of rows per token."""
+        """Handle the floor division of row positions by a divisor of the number of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))

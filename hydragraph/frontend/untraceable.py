@@ -33,7 +33,7 @@ from hydragraph.private.module_internals import BATCH_NORMS
 _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
     nn.RNNBase: (
         "passes a state from each token of a packed row to the next, across sequences",
-        "use hydragraph.varlen_attention; a gate of each token may be an nn.GRUCell",
+        "use hydragraph.varlen_attention to mix tokens, or an nn.GRUCell to gate each token",
     ),
     nn.EmbeddingBag: (
         "finds its bags by their offsets in the packed row",
@@ -68,7 +68,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so its elements have the same memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In address order, a tensor overlaps an earlier one only if it overlaps the one that ends last.
+    # In address order, a tensor overlaps earlier tensors only if it overlaps the one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):

@@ -30,7 +30,7 @@ def packed_path(kind: str, key: str) -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """Return a file's content and mark it as used, or return None."""
+    """Return a file's content and mark the file as used; return None if it is unreadable."""
     with contextlib.suppress(OSError):
         content = path.read_bytes()
         os.utime(path)

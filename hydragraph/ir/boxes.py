@@ -1,4 +1,4 @@
-"""Intervals of a flattened tensor as axis-aligned boxes, which checkpoints store.
+"""Decomposition of intervals of a flattened tensor into axis-aligned boxes, which checkpoints store.
 
 For example, [3, 11) of a tensor [3, 4] consists of the end of row 0, row 1, and the beginning of row 2.
 """
@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor; its elements are consecutive in the interval, from position `at` on."""
+    """Axis-aligned box in a tensor; its elements are consecutive in the interval, starting at position `at`."""
 
     offsets: Extent
     sizes: Extent

@@ -17,7 +17,7 @@ class Deadlock:
     """State in which programs are stuck.
 
     Attributes:
-        at: stuck rank -> index of its instruction.
+        at: stuck rank -> index of the instruction that waits.
         waits: stuck rank -> the ranks it waits for.
     """
 
@@ -59,7 +59,7 @@ class _Simulation:
         self.at = [0] * len(programs)
         self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages
         self.received: Counter[tuple[int, int]] = Counter()
-        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> receives until it is complete
+        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> number of receives that complete it
         self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> number of ranks that have entered it
         self.committing: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Home layouts: the ranks that own each element of a bucket of parameters, according to a `Home`."""
+"""Home layouts: which ranks own each element of a bucket, according to a `Home`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hydragraph.spec.home import Home
 
 
 class HomeLayouts:
-    """Home layouts of buckets; buckets of equal size and shares share one layout.
+    """Home layouts of buckets; buckets with equal sizes and shares have the same layout object.
 
     Args:
-        home: must not have a rule; if it has two copies, it must have nodes (`Home.on`).
+        home: a home without a rule; with two copies, it must have nodes (`Home.on`).
 
     Raises:
         ValueError: the home is for a different number of ranks.

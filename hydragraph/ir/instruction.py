@@ -11,13 +11,11 @@ from hydragraph.ir.value import Value, ValueKind
 
 
 class Op(Enum):
-    """Operations of the instruction set."""
-
     PULL = "pull"  # receive a bucket's weights from their owners, or send them
     FORWARD = "forward"
-    BACKWARD = "backward"  # a block's backward or half of it; adds to G.bucket
+    BACKWARD = "backward"  # a block's backward, or one half of it; adds to G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
-    FETCH = "fetch"  # copy saved values back, after all earlier computations
+    FETCH = "fetch"  # copy saved values back to the device, after all earlier computations
     SEND = "send"
     RECEIVE = "receive"
     PUSH = "push"  # sum a bucket's gradients at first owners, then copy sums to second owners
@@ -40,8 +38,6 @@ class Stream(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Stream of an operation, and the kinds of values that it reads and writes."""
-
     stream: Stream
     reads: tuple[ValueKind, ...] = ()
     writes: tuple[ValueKind, ...] = ()
@@ -85,8 +81,8 @@ class Instruction:
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
-        after: values to wait for: those of `reads` that other streams write (a free waits only for messages and
-            copies). A pull also waits for earlier pulls, and a push for earlier pushes.
+        after: values that the instruction waits for: those of `reads` that other streams write; in a free, only
+            messages and copies. A pull also waits for earlier pulls, and a push for earlier pushes.
     """
 
     op: Op

@@ -1,4 +1,4 @@
-"""Layouts: the intervals of a bucket's flat state that each rank stores, and how gradients are combined.
+"""Layouts: which intervals of a bucket's flat state each rank stores, and how gradients are combined.
 
 The flat state is the concatenation of a bucket's parameters. A tensor-parallel shard has one interval per parameter, or
 per fused segment of a parameter; a home shard is one interval. Each array of a layout has one entry per interval:
@@ -6,8 +6,8 @@ per fused segment of a parameter; a home shard is one interval. Each array of a 
     rank     rank that stores the interval
     lo, hi   the interval [lo, hi) of the bucket, in elements
     at       start in the rank's local buffer
-    copy     index of the copy of the state
-    partial  whether gradients of a stage's ranks are summed (PARTIAL) or equal (REPLICA)
+    copy     index of the state's copy
+    partial  whether a stage's ranks sum their gradients (PARTIAL) or have equal ones (REPLICA)
 
 Example: a bucket has w [4, 2], which fuses q and k of 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage store:
 
@@ -146,7 +146,7 @@ def home(
         shares: one non-negative number per rank, or None for equal shares. With two copies, a node with more than half
             of all shares owns every element exactly once.
         copies: 1, or 2 to give every element a second owner on another node.
-        nodes: node of each of `ranks`, or None if all ranks are on different nodes.
+        nodes: each rank's node, or None if all ranks are on different nodes.
 
     Raises:
         ValueError: repeated or missing ranks, invalid shares, or no other node for the second copy.
@@ -198,7 +198,7 @@ def _twice(
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
     # At most one node has more than half of the shares; this node gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
-    ends = [Fraction(0)]  # of intervals, as fractions of the bucket
+    ends = [Fraction(0)]  # ends of intervals, as fractions of the bucket
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             part = weight / total

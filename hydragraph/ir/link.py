@@ -1,20 +1,20 @@
 """Links: slices that ranks send to turn one layout of a bucket into another (values: `copy`; gradients: `reduce`).
 
-The *source* layout sends, and the *target* layout receives. The ends of the source's intervals divide the elements into
-*cells*. A rank stores all elements of a cell or none. Each target interval is divided at the same ends, and a sender is
-chosen for each cell (as in Hydraulis, section 5.2, but for uneven shards).
+Ranks of the *source* layout send, and ranks of the *target* layout receive. The ends of the source's intervals divide
+the elements into *cells*. A rank stores all elements of a cell or none. Each target interval is divided at the same
+ends, and a sender is chosen for each cell (as in Hydraulis, section 5.2, but for uneven shards).
 
 Symbols, with the lengths of arrays:
 
-    line           [source rows]  line of each source interval. Values have one line, and gradients have one line per
-                                  copy of the state, since every copy contributes. Line i is [i * size, (i + 1) * size)
+    line           [source rows]  line of each source interval: line i is the range [i * size, (i + 1) * size). Values
+                                  use one line, and gradients one per copy of the state, since every copy contributes
     ends           [cells + 1]    cell c is [ends[c], ends[c + 1])
-    first, rows                   the source rows rows[first[c] : first[c + 1]] have cell c
+    first, rows                   cell c is stored by the source rows rows[first[c] : first[c + 1]]
     row, lo, hi    [T]            the target's intervals, on each line
-    item, cell     [S]            interval (index into T) and cell of each slice, their intersection
-    holders        [S]            number of source rows that have the slice and are candidate senders
+    item, cell     [S]            each slice is the intersection of a target interval (index into T) and a cell
+    holders        [S]            number of each slice's candidate senders: source rows that store the slice
     turn           [S]            round-robin number, to choose among candidates of equal cost
-    piece, holder  [P]            slice (index into S) and source row of each pair of a slice and a candidate
+    piece, holder  [P]            pairs of a slice (index into S) and a candidate (source row)
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
         rank: if given, compute only the slices that this rank sends or receives, which is faster.
 
     Raises:
-        ValueError: the sizes differ, or no rank of the source has needed elements.
+        ValueError: the sizes differ, or no source rank stores some needed element.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, but spread over all replicas that are on the rank, else on its node, else anywhere."""
+    """Return slices like `copy`, spread over all replicas on the receiver itself, else on its node, else anywhere."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -117,7 +117,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     possible; otherwise, the ranks take turns.
 
     Raises:
-        ValueError: the sizes differ, or a copy of the source lacks needed elements.
+        ValueError: the sizes differ, or a copy of the source does not store some needed element.
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
@@ -203,7 +203,7 @@ class _Pairs:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return groups and indexes in groups: counts [2, 0, 3] yield [0, 0, 2, 2, 2] and [0, 1, 0, 1, 2]."""
+    """Return groups and indices within groups: counts [2, 0, 3] yield [0, 0, 2, 2, 2] and [0, 1, 0, 1, 2]."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 

@@ -1,9 +1,9 @@
-"""Parameters, their sharding rules, and the flat order in which shards are intervals.
+"""Parameters, their sharding rules, and a flat order that makes shards intervals.
 
 A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. For any
 tensor-parallel degree, a shard then consists of one interval per fused segment (such as q, k and v).
 
-Example: w [3, 4] fuses two segments of 2 columns. Two ranks share the columns, which have 3 elements each:
+Example: w [3, 4] fuses two segments of 2 columns of 3 elements each. Two ranks share the columns:
 
     index 0   has columns 0 and 2: [0, 3) and [6, 9)
     index 1   has columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
@@ -104,8 +104,8 @@ class Parameter:
     def _check_rule(self, rule: ShardRule) -> None:
         if rule.dim >= len(self.shape):
             raise ValueError(
-                f"parameter {self.name}: its rule shards dimension {rule.dim}, which a parameter of shape {self.shape} "
-                "does not have"
+                f"parameter {self.name}: its rule shards dimension {rule.dim}, but its shape is {self.shape}; give one "
+                "of its dimensions"
             )
         if sum(rule.segments) * rule.unit != self.shape[rule.dim]:
             raise ValueError(
@@ -124,7 +124,7 @@ class Parameter:
         return self.size // self.shape[self.rule.dim] if self.rule else self.size
 
     def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the canonical intervals [lo, hi) of rank `index` of `tp`; raise Unsupported if heads do not fit."""
+        """Return the canonical intervals [lo, hi) of rank `index` of `tp`; raise Unsupported if `tp` splits a head."""
         if self.rule is None or tp == 1:
             return ((0, self.size),)
         intervals = []

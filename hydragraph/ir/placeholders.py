@@ -1,4 +1,4 @@
-"""Functions that FX nodes call instead of operations that depend on the strategy (Hydraulis, section 5.3)."""
+"""Functions that FX nodes call in place of strategy-dependent operations (Hydraulis, section 5.3)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def communicate(value: Any, where: str) -> Any:
     """Mark an activation that a strategy may communicate (Communicate-Activation).
 
     Args:
-        where: "stage" between blocks, where a pipeline stage may end; "enter" before a product that tensor parallelism
-            may shard; "exit" after a product whose partial results are summed over ranks.
+        where: "stage" between blocks, where a pipeline stage may end; "enter" before a matrix product that tensor
+            parallelism may shard; "exit" after a product whose partial results are summed over ranks.
     """
     _unfilled("communicate")
 

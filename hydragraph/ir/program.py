@@ -27,8 +27,8 @@ class Template:
 
     Attributes:
         name: SHA-256 of the graph, in hexadecimal.
-        graph: forward graph that returns the hidden state (in "head", the summed loss; in aux, the auxiliary values).
-        parameters: local names in the block's module.
+        graph: forward graph, which returns the hidden state, the summed loss ("head") or auxiliary values (aux).
+        parameters: names within the block's module.
         inputs: "hidden", "other.i" (auxiliary values) and fields of the batch.
     """
 
@@ -74,7 +74,7 @@ class Block:
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
-        parameters: canonical names, in the template's order.
+        parameters: names within the model, in the template's order.
         aux: index of the aux output for each input "other.i".
     """
 
@@ -92,14 +92,14 @@ class Program:
     Attributes:
         causal: whether labels are the next tokens; if not, sequences must provide labels.
         blocks: from "embed" to "head".
-        aux: the block of parameter-free values that every stage computes (positions, rotary tables).
+        aux: the block that computes positions, rotary tables and other parameter-free values on every stage.
         buckets: in block order; parameters that no block uses come last.
         heads: numbers of query heads.
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         push_dtype: dtype of gradients sent to their owners.
-        window: maximum number of elements in flight in pulls, and likewise in pushes; None: see `Outline`.
+        window: maximum number of elements in flight in pulls, and separately in pushes; None: see `Outline`.
     """
 
     model: str

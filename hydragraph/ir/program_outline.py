@@ -32,8 +32,8 @@ class Outline:
     Attributes:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
-        elements: number of elements of each bucket; if empty, 1 each.
-        window: maximum number of elements in flight in pulls, and likewise in pushes; None: see `room`.
+        elements: number of elements in each bucket; if empty, 1 each.
+        window: maximum number of elements in flight in pulls, and separately in pushes; None: see `room`.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
@@ -92,7 +92,7 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return `window`, or else the elements of the largest block, doubled unless a pull or push is streamed."""
+        """Return `window`; if None, the largest block's number of elements, doubled unless an exchange is streamed."""
         if self.window is not None:
             return self.window
         return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
@@ -105,13 +105,13 @@ class Outline:
 
     @cached_property
     def weights(self) -> Mapping[str, tuple[str, ...]]:
-        """Buckets by block, in pull order."""
+        """Each block's buckets, in pull order."""
         users = dict(self.buckets)
         return {block: tuple(name for name in self.pull_order if block in users[name]) for block in self.blocks}
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[str, ...]]:
-        """Buckets with a gradient by block, in pull order."""
+        """Each block's buckets that have a gradient, in pull order."""
         return {block: tuple(n for n in names if n not in self.frozen) for block, names in self.weights.items()}
 
     @cached_property

@@ -4,8 +4,8 @@ With NCCL, the device's queues wait for messages, but the host does not:
 
     host         queues all work in program order; waits only when a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
-    messages     run in program order per communicator; a message waits for its other end; a send also waits for all
-                 earlier computations, and a receive for those before the preceding send
+    messages     run in program order per communicator; a message waits for its other end. A send also waits for all
+                 earlier computations, and a receive for all computations before the preceding send
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _COMPUTED = (Op.FORWARD, Op.BACKWARD)
 
 
 class Transport(Enum):
-    """Transport of messages between ranks."""
-
     GLOO = "gloo"
 
     NCCL = "NCCL, a communicator per pair of ranks and direction, connected before the program runs"

@@ -48,7 +48,7 @@ class RankProgram:
         strategy: the strategy's text with its fingerprint.
         roles: one role per pipeline or interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
-        layers: half-open range of layers of each interleaved stage.
+        layers: each interleaved stage's layers, as a half-open range.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class RankProgram:
 
 
 def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> str:
-    """Return the text that `parse` reads; `comments` maps indexes of instructions to comments.
+    """Return the text that `parse` reads; `comments` maps instruction indices to comments.
 
     Raises:
         ValueError: the strategy's text or a comment would break the line structure.

@@ -27,7 +27,7 @@ class SharedPrograms(Sequence[RankProgram]):
     """Programs of all ranks; each program is built on demand.
 
     Attributes:
-        bodies: instructions of each kind, whose ranks have equal stages, layers, tp and micro-batches.
+        bodies: instructions of each kind; ranks of a kind have equal stages, layers, tp and micro-batches.
         peers: for each rank, the ranks that its body calls peers 0, 1, ...
 
     Raises:

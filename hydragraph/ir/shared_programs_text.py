@@ -1,4 +1,4 @@
-"""Texts of shared programs, and their parser: one text per kind of program, and a table of the ranks.
+"""Texts of shared programs, and their parser. There is one text per kind of program, and a table of the ranks.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A
@@ -112,8 +112,8 @@ def _numbered_pipelines(text: str) -> str:
 def _header(pattern: RankProgram, rank: int, line: int, pipelines: tuple[int, ...], tp: tuple[int, ...]) -> RankProgram:
     if len(pipelines) != len(pattern.roles) or len(tp) != len(pattern.tp):
         raise ValueError(
-            f"{TABLE}, line {line}: expected {len(pattern.roles)} pipelines and {len(pattern.tp)} ranks of a stage, as "
-            f"in the text of the kind, found {len(pipelines)} pipelines and {len(tp)} ranks"
+            f"{TABLE}, line {line}: expected {len(pattern.roles)} pipelines in column P and {len(pattern.tp)} ranks in "
+            f"column T, as in the kind's text, found {len(pipelines)} pipelines and {len(tp)} ranks"
         )
     roles = tuple(
         Role(pipeline, role.stage, role.micro_batches) for pipeline, role in zip(pipelines, pattern.roles, strict=True)

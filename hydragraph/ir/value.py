@@ -9,13 +9,13 @@ A value is a string of one of these forms:
     o.{block}.{m}  OFFLOADED           saved values in host memory (`passes.offload`)
     c.{block}.{m}  COPYING             saved values that are being copied to host memory
     f.{block}.{m}  FETCHED             saved values, copied back to the device
-    t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second half
+    t.{block}.{m}  POSTPONED           passed from the first half of a block's backward to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
     W.{bucket}@{n}, G.{bucket}@{n}     values of the bucket's n-th streamed pull or push (`passes.stream`)
-    {value}>{r}  MESSAGE               an h or d that is being sent to rank r; complete after the send
+    {value}>{r}  MESSAGE               an h or d on its way to rank r; complete after the send
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ NONE = -1
 
 
 class ValueKind(Enum):
-    """Kind of a value."""
-
     ACTIVATION = "h"
     ACTIVATION_GRADIENT = "d"
     SAVED = "s"

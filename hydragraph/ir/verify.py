@@ -58,7 +58,7 @@ class _Site:
 
 
 def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
-    """Check the programs of all ranks of one iteration.
+    """Check all ranks' programs for one iteration.
 
     Raises:
         VerificationError: names the rank, the instruction and the broken rule.
@@ -98,7 +98,7 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
         if len(program.layers) != max(visits.values(), default=0):
-            raise VerificationError(f"its header has {len(program.layers)} ranges of layers, not one per stage", rank)
+            raise VerificationError(f"its header has {len(program.layers)} layer ranges, not one per stage", rank)
         if (program.rank, program.ranks) != (rank, len(programs)):
             raise VerificationError(
                 f"its header says rank {program.rank} of {program.ranks}; give all programs in rank order", rank
@@ -109,7 +109,8 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
             first = pipelines[role.pipeline].setdefault(role.stage, program)
             if rank not in program.tp or _place(program) != _place(first):
                 raise VerificationError(
-                    f"its place {_place(program)} lacks this rank, or differs from rank {first.rank}'s {_place(first)}",
+                    f"its place {_place(program)} does not contain this rank, or differs from rank {first.rank}'s "
+                    f"place {_place(first)}",
                     rank,
                 )
     for pipeline, stages in pipelines.items():
@@ -274,7 +275,7 @@ def _check_values(program: RankProgram) -> None:
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
-            raise _fail(program, index, f"of its reads, it should wait for those that other streams write: {expected}")
+            raise _fail(program, index, f"it should wait for the values that it reads from other streams: {expected}")
         if instruction.op is Op.FREE:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
@@ -301,13 +302,13 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
-    # A communicator pairs the ranks' pulls by their order, and likewise pushes, so all ranks must use one order.
+    # A communicator matches the ranks' pulls by their order, and pushes likewise, so all ranks must use one order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
             for bucket, (index, entered) in zip(expected, _of(program, op), strict=True):
                 if bucket != entered.target:
-                    raise _fail(program, index, f"rank 0 enters the {op.value} of {bucket} at this point in the order")
+                    raise _fail(program, index, f"rank 0 runs the {op.value} of {bucket} instead; use one order")
 
 
 def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
@@ -372,12 +373,12 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
     for index, op in enumerate(ops):
         if index > commit and op not in (Op.FREE, Op.UPDATE):
             raise _fail(
-                program, commit, f"instruction {index} `{_line(program.instructions[index])}` follows the commit"
+                program, commit, f"instruction {index} `{_line(program.instructions[index])}` must precede the commit"
             )
         if index > commit and any(value.kind is ValueKind.MESSAGE for value in program.instructions[index].reads):
             raise _fail(program, index, "messages must be freed before the commit")
         if index < commit and op is Op.UPDATE:
-            raise _fail(program, index, "the update precedes the commit")
+            raise _fail(program, index, "the update must follow the commit")
     results = {
         value
         for instruction in program.instructions
@@ -406,7 +407,7 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
             if sent is None:
                 raise _fail(programs[target], received[0], f"rank {source} has no matching send")
             if sent[1] != received[1]:
-                what = f"rank {source} sends {sent[1]} at this point in the order (its instruction {sent[0]})"
+                what = f"rank {source} sends {sent[1]} instead (its instruction {sent[0]}); use one order"
                 raise _fail(programs[target], received[0], what)
 
 

@@ -126,7 +126,7 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's fused CPU operator such that the bits of a new weight do not depend on its place in a shard.
+    """Run PyTorch's fused CPU operator such that a weight's result does not depend on its position in a shard.
 
     The operator rounds the elements after the last multiple of 16 differently, so these elements of all shards are
     joined and padded.
@@ -239,7 +239,7 @@ class _Prepared:
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` for flat shards, in one pass over memory, with the same arguments and state dict.
+    """`torch.optim.AdamW` for flat shards, in one pass over memory, with a compatible state dict.
 
     Use it as `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`.
     """
@@ -259,13 +259,13 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, which has lost the tensors of `copy_to`: call `copy_to` again."""
+        """Restore a copied or unpickled optimizer, without the tensors of `copy_to`: call `copy_to` again."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Make later steps also write each parameter's new weights to its 1-D 16-bit tensor of equal length."""
+        """Make later steps also write a parameter's new weights to its copy, a 1-D 16-bit tensor of equal length."""
         self._copies = dict(copies)
 
     @property
@@ -356,7 +356,7 @@ def _check(shard: Shard) -> None:
             )
         if tensor.numel() != shard.weight.numel():
             raise _refused(
-                f"{name} of {tensor.numel()} elements for a weight of {shard.weight.numel()}",
+                f"{name} has {tensor.numel()} elements, but its weight has {shard.weight.numel()}",
                 "give all tensors of one parameter the same length",
             )
     require_one_device("adamw", kept)

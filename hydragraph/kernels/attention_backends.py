@@ -49,8 +49,6 @@ class AttentionCall:
 
 
 class Backend(Protocol):
-    """Interface of an attention implementation."""
-
     name: str
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
@@ -272,7 +270,7 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, number of sequences) of every run of consecutive, equally long sequences."""
+    """Yield (begin, end, number of sequences) for every run of consecutive, equally long sequences."""
     for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
         sequences = list(run)
         yield sequences[0][0], sequences[-1][1], len(sequences)

@@ -1,7 +1,7 @@
-"""Attention over packed sequences with dropout of its probabilities, in plain PyTorch.
+"""Attention over packed sequences with dropout of attention probabilities, in plain PyTorch.
 
-The mask is as in `hydragraph.kernels.dropout`, with the queries as tokens, and pairs of a head and a key's position as
-features.
+The mask is drawn as in `hydragraph.kernels.dropout`: the tokens are the queries, and the features are pairs of a head
+and a key position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.kernels.attention_backends import spans
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 from hydragraph.kernels.philox import call_word, threshold, words
 
-_POSITIONS = 24  # bits of a feature for the key's position
+_POSITIONS = 24  # bits of a feature index that store the key position
 
 
 def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:
@@ -30,9 +30,9 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
         raise Unsupported(
-            f"attention dropout over {length} tokens in head {int(heads[-1])}",
+            f"attention dropout over {length} tokens in head {int(heads[-1])} exceeds 16 million tokens or 1024 heads",
             where="varlen_attention",
-            remedy="set the config's attention dropout to 0, or truncate sequences to 16 million tokens",
+            remedy="set the config's attention dropout to 0, or truncate sequences",
         )
     features = ((heads << _POSITIONS)[:, None] + torch.arange(length, device=heads.device)).flatten()
     kept = words(keys, features, call).view(len(keys), len(heads), length).transpose(0, 1) >= threshold(p)

@@ -1,6 +1,6 @@
 """Gated delta rule: linear attention with a state per head, within packed sequences (Qwen3-Next, Qwen3.5, OLMo hybrid).
 
-With keys and queries of length 1, a head's state S [K, V] starts at zero in every sequence and follows
+With keys and queries of unit norm, a head's state S [K, V] starts at zero in every sequence and follows
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,      o_t = S_t^T q_t / sqrt(K)
 
@@ -36,7 +36,7 @@ def unit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Arguments by value head, [H, T, size] or [H, T], in fp32 or fp64; queries and keys have length 1."""
+    """Arguments by value head, [H, T, size] or [H, T], in fp32 or fp64; queries and keys have unit norm."""
 
     q: Tensor
     k: Tensor
@@ -151,7 +151,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
     """Compute the gated delta rule within each sequence; return [T, H, V], in the dtype of v.
 
     Args:
-        q, k: [T, Hk, K]; the operator scales them to length 1.
+        q, k: [T, Hk, K]; the operator normalizes them.
         v: [T, H, V]; each key head serves H / Hk consecutive value heads.
         cu_seqlens: [N + 1].
         g: logarithms of the decays [T, H], at most 0.

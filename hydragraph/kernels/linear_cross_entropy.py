@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 Exchange = Callable[[Tensor], Tensor]
-"""Function from this rank's statistics [3, C] to those of all ranks.
+"""Function that combines this rank's statistics [3, C] with those of all ranks.
 
-They are the largest logit, the sum of exp(logit - largest), and the mean target logit of each token.
+They are, per token, the largest logit, the sum of exp(logit - largest), and the target-weighted mean logit.
 """
 
 Target = tuple[float, float]
@@ -121,7 +121,7 @@ def loss_and_gradients(
         hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate number of the head's rows per rank, equal on all ranks, so that all use the same chunks.
+        rows: approximate head rows per rank; all ranks pass the same number, so that all use the same chunks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
         target: weights of the label and of every class, (1 - s, s / N), with N classes over all ranks.
@@ -196,7 +196,7 @@ def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype)
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return the number of tokens in a chunk, a multiple of 128; its logits are about as large as all hidden states."""
+    """Return the tokens per chunk, a multiple of 128; a chunk's logits are about as large as all hidden states."""
     return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
 
 

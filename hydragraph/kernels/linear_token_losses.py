@@ -1,6 +1,6 @@
 """Logits of the output head in chunks of tokens, and one cross-entropy per token.
 
-Each loss's gradient, its `factor`, is known only in the backward, which computes the logits again:
+The gradient of each loss (`factor`) is known only in the backward, which computes the logits again:
 
     forward     logits of a chunk -> losses, lse
     backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients
@@ -54,7 +54,7 @@ def head_token_gradients(
     Args:
         lse: log-sum-exp over the full vocabulary.
         start: this rank's first row of the head, 0-d; None: 0.
-        of_hidden, of_weight: whether each gradient is needed; otherwise it is empty.
+        of_hidden, of_weight: whether the gradient is needed; an unneeded gradient is empty.
     """
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
     first = 0 if start is None else int(start)

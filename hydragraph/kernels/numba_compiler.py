@@ -1,7 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and read-only folders.
 
-numba's own cache makes imports fail if it has no folder, raises pickle errors for truncated files, runs machine code
-with a flipped bit, ignores changes of imported functions, and compiles again in every environment.
+numba's own cache makes imports fail if it has no folder, raises pickle errors for truncated files, runs corrupted
+machine code, ignores changes of imported functions, and compiles again in every environment.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
     """Decorate a function that numba compiles on its first call and caches on disk.
 
     Args:
-        quick: compilation takes a second at most, so it is not announced.
-        shared: Python and compiled functions both call it; otherwise, compiled callers get a version without
+        quick: whether compilation takes at most a second and need not be announced.
+        shared: whether Python and compiled functions both call it; otherwise, compiled callers get a version without
             the Python wrapper, which is slow to compile.
     """
     # Division by zero returns infinity.
@@ -85,7 +85,7 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _data_name(self, number: int) -> str:
-        # numba would give the code of two processes that compile for different types at once the same name.
+        # numba would use the same name in two processes that compile for different types at once.
         return f"{super()._data_name(number).removesuffix('.nbc')}.{uuid.uuid4().hex}.nbc"
 
     def _dump(self, value: Any) -> bytes:
@@ -145,7 +145,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _folder() -> str | None:
-    """Return NUMBA_CACHE_DIR or the user's cache folder, or None if it is not writable."""
+    """Return NUMBA_CACHE_DIR, else the user's cache folder; return None if that folder is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(base, "hydragraph", "compiled"))
     with suppress(OSError):

@@ -27,7 +27,7 @@ _TOGETHER = 1 << 16  # evaluations that fit in a CPU's cache
 
 
 def key_of(seed: int, step: int) -> int:
-    """Return a signed 64-bit key; all steps below 2**32 of one seed have different keys."""
+    """Return a signed 64-bit key; for one seed, all steps below 2**32 have different keys."""
     key = (seed ^ (step << 32)) & (2**64 - 1)
     return key - 2**64 if key >= 2**63 else key
 
@@ -41,7 +41,7 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
 
 
 def call_word(block: int, call: int) -> int:
-    """Return the counter's fourth word, which identifies a dropout call by its model block and number in that block.
+    """Return the counter's fourth word, which identifies a dropout call by its block and its number in the block.
 
     Raise a ValueError if either number is out of range.
     """

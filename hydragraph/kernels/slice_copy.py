@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNIT = 8  # elements of a 16-byte access
-WIDE = 4096  # elements of an aligned tile, to hide the latency of memory
+WIDE = 4096  # elements of an aligned tile; large, to hide memory latency
 NARROW = 512  # elements of other tiles
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17  # elements that fit in a core's cache
-MANY = 256  # number of ranges from which on a Python loop is too slow
+MANY = 256  # minimum number of ranges for which a Python loop is too slow
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]
@@ -42,8 +42,10 @@ class Batch:
     """Ranges with ascending targets.
 
     Attributes:
-        origins, places, lengths: source offset, target offset and length of each range, [R] int64, in elements.
-        beside: offset of each range in a buffer without gaps, [R] int64.
+        origins: source offset of each range, [R] int64, in elements.
+        places: target offset of each range.
+        lengths: length of each range.
+        beside: offset of each range in a buffer without gaps.
     """
 
     origins: Offsets
@@ -171,7 +173,7 @@ class SliceTable:
             first = int(targets[int(np.argmax(counts > 1))])
             raise _refused(
                 f"two ranges write target element {first}",
-                "make target ranges disjoint, or pass sums=True, and accumulate=True to slice_copy",
+                "make target ranges disjoint, or pass sums=True here and accumulate=True to slice_copy",
             )
         tiles, tile_origins, aligned = _tiles(origins, targets, lengths, order)
         return SliceTable(
@@ -187,7 +189,7 @@ class SliceTable:
 
 
 def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate: bool = False) -> None:
-    """Copy ranges of `source` to `target`, rounded to nearest even, or add them to it.
+    """Copy ranges of `source` to `target`, or add them, with rounding to nearest even.
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.

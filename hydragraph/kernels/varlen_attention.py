@@ -35,13 +35,13 @@ def varlen_attention(
     sink: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute attention within each packed sequence; custom modules call this to be trainable by hydragraph.
+    """Compute attention within each packed sequence; hydragraph can train custom modules that call this.
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
             q, k and v have the same dtype.
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
-        causal: a token attends only to itself and earlier tokens; otherwise to all tokens of its sequence.
+        causal: whether a token attends only to itself and earlier tokens, not to all tokens of its sequence.
         scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence; only GPU kernels read it.
         window: token i attends only to tokens j with |i - j| < window.

@@ -26,7 +26,7 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds those gradients to buffers (`added`) that are products with one reader."""
+    """Return a variant whose backward adds a gradient to a buffer (`added`) if it is a product with one reader."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()

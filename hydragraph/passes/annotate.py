@@ -106,7 +106,6 @@ def _chooses_rows(node: fx.Node) -> bool:
 
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
-    """Return the nodes that get a gradient."""
     learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
         depends = any(n in learning for n in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until earlier ones leave enough room."""
+"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until enough earlier ones have ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, but a forward directly after a pull that waits for the last of its weights.
+    """Put pulls before a rank's work, but start a forward between pulls once a pull has waited for all its weights.
 
     Only a first stage computes between pulls: a later stage would have to wait for a hidden state.
     """
@@ -67,7 +67,7 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work after which waiting for pushes does not delay other ranks.
+    """Return the index in a rank's work from which on waiting for pushes does not delay other ranks.
 
     On later stages, this is the end of the work, because not all ranks of a stage send.
     """

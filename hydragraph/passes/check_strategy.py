@@ -19,14 +19,14 @@ from hydragraph.spec.strategy import Strategy
 
 aten = torch.ops.aten
 
-REMEDY = "give its stages one device each (tensor-parallel degree 1)"
+REMEDY = "use stages with one device each (tensor-parallel degree 1)"
 
 
 def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
-    """Check that a strategy fits a model and a world, with the same result on every rank.
+    """Check that a strategy fits a model and the ranks, with the same result on every rank.
 
     Raises:
-        ValueError: the number of layers, a rank or the number of heads does not fit.
+        ValueError: the strategy's layers, ranks or tensor-parallel degrees do not fit.
         Unsupported: a stage's degree cannot shard a parameter, a layer has no parameter to shard, or the schedule does
             not support streaming.
     """

@@ -21,7 +21,7 @@ NO_OPS = frozenset(
         *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     }
 )
-# These assertions hold for the example's sizes; `prove_sizes` proves the graph for all sizes.
+# These assertions concern the example's sizes; `prove_sizes` covers all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )

@@ -40,7 +40,7 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# First symbolic size for which kernels are tuned.
+# Value of the first symbolic size when kernels are tuned.
 TUNED = 2048
 # Maximum compiled versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
@@ -74,10 +74,10 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Raise Unsupported if a schedule splits backwards."""
+    """Raise Unsupported if a schedule splits each backward."""
     if strategy.schedule not in WHOLE_BACKWARD:
         raise Unsupported(
-            f"schedule {strategy.schedule} with Inductor, which compiles whole backwards",
+            f"schedule {strategy.schedule} splits each backward in two, but Inductor compiles it as a whole",
             where=f"strategy {strategy}",
             remedy=f'pass backend="eager", or use schedule {" or ".join(sorted(WHOLE_BACKWARD))}',
         )
@@ -131,7 +131,7 @@ class GraphPiece(nn.Module):
     """Compiled part of a graph, called with the values of `symbols`, then the inputs; it returns a tuple.
 
     Attributes:
-        graph: uncompiled graph, run for sizes of 0 and 1, and if no code supports the sizes.
+        graph: uncompiled graph, run if a size is 0 or 1 or no compiled code supports the sizes.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

@@ -62,7 +62,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return this loss's head; None for class weights, probabilities, a mean, a bias, or smoothed per-token losses."""
+    """Return a loss's head, or None if it has class weights, probabilities, a mean, a bias or smoothed token losses."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)

@@ -43,7 +43,8 @@ class Product(NamedTuple):
 
     Attributes:
         weight: 2-D, or for experts [experts, in, out] or [experts, out, in].
-        inner, outer: the weight's input and output dimension.
+        inner: the weight's input dimension.
+        outer: the weight's output dimension.
         given: operand of the product, which is the weight or its transpose.
     """
 

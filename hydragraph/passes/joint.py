@@ -1,4 +1,4 @@
-"""Joint forward and backward graph of a sharded template, traced once for all degrees if this is proven valid.
+"""Joint forward and backward graph of a sharded template, traced once for all degrees where this is proven valid.
 
 Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
 ("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
@@ -7,8 +7,8 @@ appears, because all ranks together have degree times as many tokens as one rank
 second prime Q.
 
 The model's own numbers are less than Q and P, so they remain distinguishable from multiples of the primes after sums
-and products (Kronecker's substitution). A degree gets its own trace if it is uncertain whether a number is a multiple,
-if the degree does not divide a share, or if a share becomes 1, because PyTorch specializes on 1.
+and products (Kronecker's substitution). A degree gets its own trace if a number may or may not be a multiple of a
+prime, if the degree does not divide a share, or if a share becomes 1, because PyTorch specializes on 1.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _wide_trace(
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
         # Sizes exceed any machine's memory, so any error may occur.
-        _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
+        _LOG.debug("template %s has no trace that is valid for all degrees: %s", template.name, error)
         return None
 
 
@@ -157,7 +157,7 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphMo
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
-            raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the trace for all degrees")
+            raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the common trace")
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
     hints = [_share(hint, tp) for hint in wide.joint["hints"]]
     return _decoded({"graphs": [nodes], "hints": hints})
@@ -210,7 +210,7 @@ def _share(number: int, tp: int) -> int:
         return number * degrees
     times, rest = divmod(number, SHARE)
     if rest or abs(times) >= SHARE or times % tp:
-        raise _NotProvenError(f"{number} is not a share of {tp} ranks")
+        raise _NotProvenError(f"{number} cannot be divided among {tp} ranks")
     if abs(times) == tp:
         raise _NotProvenError(f"a share of {times} units becomes one unit, on which PyTorch specializes")
     return times // tp * degrees

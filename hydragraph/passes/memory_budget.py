@@ -1,7 +1,7 @@
 """Memory budgets: selection of values that are recomputed in the backward instead of saved.
 
-The storages that the partitioner "min_cut" saves are dropped one by one until the budget's fraction of their bytes
-remains. Each step drops the storage that adds the least recomputation cost per byte. Inputs and results of the forward
+The storages that the partitioner "min_cut" saves are dropped one by one until at most the budgeted fraction of their
+bytes remains. Each step drops the storage that is cheapest to recompute per byte. Inputs and results of the forward
 are not counted. Attention, collectives and random numbers are never recomputed, so values whose recomputation needs
 them stay saved.
 """
@@ -48,7 +48,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
     while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
-        # Iterate in graph order, so that every process drops the same one of equally cheap storages.
+        # Iterate in graph order, so that all processes break ties between equally cheap storages alike.
         costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes if key not in dropped}
         cheapest = min(costs, key=lambda key: (costs[key] - cost) / sizes[key])
         if math.isinf(costs[cheapest]):

@@ -32,9 +32,9 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     if stage is None or not stage.offload:
         return program
     computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
-    made: dict[Value, int] = {}  # saved value -> number of its forward
-    offloads: dict[int, Instruction] = {}  # number of the preceding forward -> offload
-    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # number of the next computation -> instructions
+    made: dict[Value, int] = {}  # saved value -> index of its forward
+    offloads: dict[int, Instruction] = {}  # index of the preceding forward -> offload
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # index of the next computation -> instructions
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:

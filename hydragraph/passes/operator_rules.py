@@ -192,7 +192,7 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
-    """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
+    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None.
 
     For [1, T, 4, 16] viewed as [T, 64], dimension 2 becomes dimension 1. For dimension 3, the result is None, because
     each rank's part would be scattered.
@@ -219,7 +219,7 @@ def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | 
 
 
 def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
-    """Yield dimensions of equal total size: for [1, T, 4, 16] as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
+    """Yield pairs of groups of equal size: for [1, T, 4, 16] as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i

@@ -55,7 +55,7 @@ def _in_order_of_sends(
 ) -> list[Instruction]:
     """Move receives earlier to match the order of each peer's sends, because messages arrive in order."""
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
-    before: defaultdict[int, list[int]] = defaultdict(list)  # index -> receives there
+    before: defaultdict[int, list[int]] = defaultdict(list)  # index -> receives moved there
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
         at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
         first = len(instructions)

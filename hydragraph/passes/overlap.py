@@ -1,4 +1,4 @@
-"""Overlap: placement of pulls, pushes, receives and waits for sends so that communication overlaps with computation.
+"""Overlap: placement of pulls, pushes, receives and send waits, so that communication overlaps with computation.
 
 Exchanges of weights and gradients are collectives: every rank enters all of them, in the same order, without blocking.
 """
@@ -56,8 +56,8 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with the backward.
 
-    Even a blocking receive is safe, because the previous stage runs its forward first. Backward receives are not moved,
-    because two stages could then wait for each other.
+    Even a blocking receive is safe, because the previous stage runs that forward first. Backward receives are not
+    moved, because two stages could then wait for each other.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -88,7 +88,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order, each once its gradient is complete and no forward remains; none waits before `free`."""
+    """Insert pushes in order, after the last forward and once gradients are complete; none waits before `free`."""
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
@@ -116,7 +116,7 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
     must already have completed (h{k}.{m} is the hidden state of micro-batch m after block k, d{k}.{m} its gradient):
     - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}. The next stage computes d{k}.{m} from h{k}.{m}.
     - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline: by then, the previous stage has run
-      the backward of m. With interleaved stages, it precedes the send of d{k}.{m + n}, where n is the size of a set
+      the backward of m. With interleaved stages, it precedes the send of d{k}.{m + n}, where a set has n micro-batches
       (`ir.schedules.clock`).
     """
     ended: list[Instruction] = []

@@ -1,4 +1,4 @@
-"""Pipeline of the passes that turn an outline, a strategy and numbers of micro-batches into rank programs."""
+"""Sequence of the passes that turn an outline, a strategy and micro-batch counts into rank programs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return a key and a rank's peers; the key determines the rank's instructions except for the peers' numbers."""
+    """Return a key and a rank's peers; the key determines the rank's instructions except for its peers."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()

@@ -38,7 +38,8 @@ class PlacedStage:
 
     Attributes:
         roles: one role for each of its pipelines with micro-batches, or for each interleaved stage.
-        layers, blocks: half-open ranges of layers and of block positions, one for each interleaved stage.
+        layers: half-open range of layers of each interleaved stage.
+        blocks: the same range in block positions.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -160,21 +161,21 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
     The first block joins the stage of layer 0, and the last block joins the stage of the last layer.
 
     Raises:
-        ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
-        Unsupported: a stage streams or offloads, and the schedule splits backwards.
+        ValueError: the layer or pipeline counts differ, or a micro-batch count is negative.
+        Unsupported: a stage streams or offloads, and the schedule splits each backward.
     """
     return _place(outline, strategy, tuple(micro_batches))
 
 
 def refuse_streams(strategy: Strategy) -> None:
-    """Raise Unsupported if a stage streams or offloads under a schedule that splits backwards.
+    """Raise Unsupported if a stage streams or offloads under a schedule that splits each backward.
 
     Each half of a backward would pull the weights, and fetched activations would stay on the device between the halves.
     """
     for chosen, what, flags in ((strategy.streams, "streaming", "w and g"), (strategy.offloads, "offloading", "o")):
         if chosen and strategy.schedule not in WHOLE_BACKWARD:
             raise Unsupported(
-                f"{what} stages under schedule {strategy.schedule}, which splits backwards",
+                f"{what} stages under schedule {strategy.schedule}, which splits each backward in two",
                 where=f"strategy {strategy}",
                 remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out {flags} in the strategy text",
             )

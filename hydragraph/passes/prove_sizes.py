@@ -1,4 +1,4 @@
-"""Pass `prove_sizes`: prove that no constant of a traced graph is a number of tokens or of sequences.
+"""Pass `prove_sizes`: prove that no constant in a traced graph is the example's token or sequence count.
 
 A trace sees one example, but its graph must be valid for every batch. Each of three proofs covers cases that the others
 miss:
@@ -25,8 +25,8 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Numbers of tokens and of sequence bounds: primes p for which (p - 1) / 2 is also prime. Small primes keep unrolled
-# loops over tokens short.
+# Counts of tokens and sequence bounds in examples: primes p for which (p - 1) / 2 is also prime. Small primes keep
+# unrolled loops over tokens short.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
 # The second proof uses this multiple of the example's sizes, plus one, so that old and new sizes share no factor.
@@ -57,11 +57,11 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """Raise Unsupported if a traced graph is valid only for some sizes.
 
     Args:
-        exported: whether `torch.export` made the graph with dynamic sizes, which covers the first proof.
+        exported: whether `torch.export` made the graph with dynamic sizes, which includes the first proof.
     """
     placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
-        raise Unsupported(f"its trace assumed {what} for the numbers of tokens", where=where, remedy=_REMEDY)
+        raise Unsupported(f"its trace assumed {what}, which not all batches satisfy", where=where, remedy=_REMEDY)
     # Proof 3. A number may also come from a dimension of the model.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}

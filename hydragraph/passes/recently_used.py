@@ -14,8 +14,6 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Cache that evicts the least recently used value."""
-
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
         self._capacity = capacity

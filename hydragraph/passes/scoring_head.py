@@ -98,12 +98,12 @@ def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
     }
     if len(by_logits) == 1:
         return next(iter(by_logits.values()))
-    several = "log-probabilities of several logits" if by_logits else "no log-probability per token"
+    several = "log-probabilities of several logits tensors" if by_logits else "no log-probability per token"
     raise Unsupported(
         f"its loss has {several}",
         where=model,
-        remedy="compile with a loss that calls hydragraph.token_logprobs(outputs, batch) or cross_entropy of logits "
-        "[T, V] and the batch's labels exactly once, as the default loss does",
+        remedy="compile with a loss that, like the default loss, makes exactly one call of "
+        "hydragraph.token_logprobs(outputs, batch), or of cross_entropy with logits [T, V] and the batch's labels",
     )
 
 

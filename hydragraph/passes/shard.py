@@ -84,7 +84,7 @@ def shard(
     """Instantiate a template for one rank of a stage.
 
     Args:
-        parameters: local parameter names -> parameters of any one block of the template.
+        parameters: local parameter names -> parameters of any block of the template.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator.
@@ -206,7 +206,7 @@ class _Rewrite:
         return self.converted[op, node]
 
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return an operand with the tokens that its user needs; collectives convert its gradient.
+        """Return an operand with the tokens that its user needs; collectives convert the operand's gradient.
 
         operand             user      written     because the gradient of the operand
         S                   S         unchanged   belongs to this rank's tokens on both sides

@@ -2,7 +2,7 @@
 
 A streaming stage pulls a bucket one block before each block that uses it; consecutive blocks that use it share a pull.
 
-Every rank enters every exchange, so all ranks need one common order of exchanges. A model of the iteration, in which
+Every rank enters every exchange, so all ranks need one common order of exchanges. A timeline of the iteration, in which
 all pipelines take equally long, assigns a time to every computation. A pull has the time of the computation before the
 one that needs the weights. A push has the time of the computation that made the gradients. Each rank enters a pull
 before its own computations of that time, and a push after them. Therefore, a rank waits only for earlier events and
@@ -30,8 +30,6 @@ Task = tuple[Op, int, int]  # operation, micro-batch, visit
 
 
 class Computation(NamedTuple):
-    """Forward or backward of a block on a stage."""
-
     op: Op
     block: str
     micro_batch: int
@@ -104,7 +102,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
 
 
 def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hashable:
-    """Return a key that, with a stage's roles and blocks, determines the stage's exchanges."""
+    """Return a key that, together with a stage's roles and blocks, determines the stage's exchanges."""
     if stage is None or not placement.streams:
         return None
     exchanges = streaming(placement, mode)
@@ -245,7 +243,7 @@ def _pushes(
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
-    """Return the time of each computation in a model in which every pipeline takes one unit of time."""
+    """Return the time of each computation in a timeline in which every pipeline takes one unit of time."""
     by_ranks = {stage.ranks: stage for stage in placement.stages}
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}

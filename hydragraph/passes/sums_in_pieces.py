@@ -1,4 +1,4 @@
-"""Pass `sums_in_pieces`: compute products for pieces of the tokens, and all-reduce each piece separately.
+"""Pass `sums_in_pieces`: compute products for some of the tokens at a time, and all-reduce each piece separately.
 
     before     u = x W;  s = all_reduce(u)
     after      s = all_reduce_product([x], [W])
@@ -51,7 +51,7 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """Return the products [T, N] whose sum is this value or its view [T, N]."""
+    """Return the products [T, N] that add up to a value [T, N] or [1, T, N], or None."""
     if len(node.users) > 1:
         return None
     if node.target is aten.mm.default:

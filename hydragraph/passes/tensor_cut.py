@@ -29,7 +29,7 @@ class Cut:
 
     Attributes:
         scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads). It is a fraction
-            after an attention whose results and queries differ in size.
+            after an attention with value heads of another size than query heads.
         start, length: range of the lead's elements that this value covers.
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, which are sharded in the same way.
@@ -58,7 +58,7 @@ class Origin:
 
     Attributes:
         bounds: first element of every segment except the first segment.
-        head: elements of a head, or 0.
+        head: elements per head, or 0.
     """
 
     unit: int = 1
@@ -87,7 +87,7 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Raise the units of all origins to at least `unit`, in elements of the value's lead."""
+        """Enlarge the units of all origins to at least `unit`, in elements of the value's lead."""
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit

@@ -20,8 +20,8 @@ class VariantSpec:
     """Everything that determines the graphs of one block on one rank.
 
     Attributes:
-        learning: values that get gradients: local parameter names, and "hidden".
-        partitioner: selects the saved values, unless the stage recomputes: "min_cut" (functorch's) or "default" (all).
+        learning: local names of the parameters that get gradients, and "hidden" if it does.
+        partitioner: "min_cut" (functorch's) or "default" (saves all); ignored if the stage recomputes.
         added: whether products add gradients to buffers where possible (`passes.accumulate`).
         backend: "eager", or "inductor", which compiles the graphs for `device`.
     """

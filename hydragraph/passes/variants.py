@@ -40,7 +40,7 @@ _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDiction
 
 
 class Library(Protocol):
-    """Source of variants before backend compilation; `str` returns its location."""
+    """Source of variants that no backend has compiled; `str` returns its location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec, or None."""
@@ -50,13 +50,11 @@ class Library(Protocol):
 
 
 class Cache(Protocol):
-    """Store of variants before backend compilation."""
+    """Store of variants that no backend has compiled."""
 
-    def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec, or None."""
+    def variant(self, spec: VariantSpec) -> Variant | None: ...
 
-    def keep(self, spec: VariantSpec, variant: Variant) -> None:
-        """Store the variant of a spec, if possible."""
+    def keep(self, spec: VariantSpec, variant: Variant) -> None: ...
 
 
 class Variants:
@@ -182,7 +180,7 @@ class Variants:
                 yield self.program.blocks[position], part
 
     def form(self, block: Block) -> Hashable:
-        """Return a key that is equal for blocks with equal variants in every stage."""
+        """Return a key; blocks with equal keys have equal variants in every stage."""
         parameters = (self.program.parameters[name] for name in block.parameters)
         return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float, precision: float) -> tuple[float, float]:
-    """Return the last number found for which a monotonic condition fails, and the first for which it holds.
+    """Bisect a monotonic condition; return a number for which it fails, and a close one for which it holds.
 
-    The condition fails for `low` and holds for `high`; `precision` is relative.
+    The condition must fail for `low` and hold for `high`; `precision` is relative.
     """
     while high - low > precision * high:
         middle = (low + high) / 2

@@ -41,13 +41,13 @@ def _in_words(costs: Costs, plan: Plan) -> str:
     counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
-    also = f", and {more} more for mini-batches on which another strategy is faster" if more else ""
+    also = f", and {more} more strategies for the mini-batches that they run faster" if more else ""
     idle = sorted(set(range(costs.ranks)) - set(plan.strategy.devices))
     if not idle:
         return f"{plan.strategy.name}: {pipelines}{also}"
     shown = ", ".join(map(str, idle[:8])) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
     small = all(costs.memory_of(rank) < min(plan.memory[r] for r in plan.strategy.devices) for rank in idle)
-    why = "too little memory for a stage" if small else "a step takes longer with them"
+    why = "too little memory for a stage" if small else "they would slow down a step"
     return f"{plan.strategy.name}: {pipelines}{also}; idle: {shown} ({why})"
 
 
@@ -68,7 +68,9 @@ def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
             except Unsupported:
                 continue
     if seconds:
-        strategies["best other equal pipelines"] = min(seconds, key=lambda strategy: seconds[strategy])
+        strategies["fastest alternative with identical pipelines"] = min(
+            seconds, key=lambda strategy: seconds[strategy]
+        )
     return strategies
 
 
@@ -126,7 +128,7 @@ class _Compared:
             return "has too little memory for the longest sequence", math.inf
         more = found.seconds / self.plan.seconds - 1
         if more < -0.005:
-            return f"takes {-more:.0%} less time, but was not simulated during the search", found.seconds
+            return f"takes {-more:.0%} less time, but the search did not simulate it", found.seconds
         if more < 0.005:
             return "takes the same time", found.seconds
         costs = self.varied.costs

@@ -85,7 +85,6 @@ def as_told(each: Settled, order: Sequence[int]) -> Settled:
 
 
 def places_of(order: Sequence[int]) -> list[int]:
-    """Return the position of each rank in an order."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 

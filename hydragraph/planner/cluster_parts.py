@@ -1,8 +1,10 @@
-"""Subsets of a cluster's nodes; a plan on fewer nodes can be faster if most of the time is communication.
+"""Subsets of a cluster's nodes, because fewer nodes can be faster if communication takes most of the time.
 
-nodes, fastest first    A A A B  (of two kinds)
+Example with nodes of kinds A and B, the fastest first:
+
+all nodes               A A A B
 the first 1, 2, 4, ...  A | A A
-the first of some kinds A A A
+all of the first kinds  A A A
 all but one kind        B
 """
 
@@ -16,7 +18,7 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs without some of the canonically ordered nodes, and the remaining fraction of computing power."""
+    """Yield costs for subsets of the canonically ordered nodes, with the subset's fraction of computing power."""
     powers: dict[int, float] = {}
     for rank, device in enumerate(costs.cluster.devices):
         powers.setdefault(device.node, 0.0)

@@ -6,5 +6,4 @@ import time
 
 
 def is_late(until: float | None, needed_s: float = 0.0) -> bool:
-    """Return whether work of `needed_s` seconds would end after `until`."""
     return until is not None and time.monotonic() + needed_s > until

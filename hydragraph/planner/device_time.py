@@ -33,10 +33,10 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(rival: Strategy, slower: dict[str, float], faster: dict[str, float], unused: float = 0.0) -> str:
-    """Return the kind of work on which a rival spends the most additional time.
+    """Return the main cause of a rival's additional time.
 
     Args:
-        unused: fraction of the devices that neither strategy uses; they are not counted as idle devices.
+        unused: fraction of devices that neither strategy uses; these do not count as idle.
     """
     more = {kind: slower[kind] - faster[kind] for kind in slower}
     more["idle"] -= unused * sum(more.values())

@@ -17,7 +17,7 @@ from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6  # maximum number of rivals to show
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-TIGHT = 0.9  # a plan without measurements that needs more than this fraction of memory warns
+TIGHT = 0.9  # an unmeasured plan that needs more than this fraction of memory gets a warning
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Rival:
     """A rejected strategy.
 
     Attributes:
-        seconds: time of an iteration; infinite if the strategy does not fit.
+        seconds: iteration time; infinite if the strategy does not fit.
     """
 
     strategy: Strategy
@@ -37,7 +37,7 @@ class Rival:
 
 def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:
     """Return the text of `Plan.explain`, without the rivals and the reasons for idle devices."""
-    how = "simulated" if chosen.simulated else "the slowest pipeline plus estimated traffic"
+    how = "simulated" if chosen.simulated else "estimated: slowest pipeline plus traffic"
     lines = [
         f"{workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}: {chosen.seconds:.4g} s an iteration ({how}), "
         f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s",
@@ -107,7 +107,7 @@ def _owners(costs: Costs, chosen: Settled) -> str:
     owning = [share for share in shares if share]
     least = f"{min(owning):.2%}"
     most = f"{max(owning):.2%}"
-    text = f"ranks own {least} to {most} of it" if least != most else f"ranks own {least} of it each"
+    text = f"ranks own {least} to {most} each" if least != most else f"ranks own {least} each"
     return text + (f"; ranks without state: {_ranks(costs, none)}" if none else "")
 
 

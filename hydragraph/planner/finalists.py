@@ -1,4 +1,4 @@
-"""Selection of the few proposals to settle (to determine the state's owners and memory), in ever costlier steps:
+"""Selection of the best proposals, in ever costlier steps:
 
 pipeline recurrence     every proposal: a lower bound on its time
 traffic of each card    every proposal: another lower bound
@@ -47,15 +47,15 @@ from hydragraph.spec.strategy import Strategy
 
 FEW = 16
 MANY = 64
-# Smaller estimated savings are seldom real.
+# Estimated savings below this fraction are seldom real.
 SAVES = 0.003
-# Maximum number of settled plans if nearly equal plans are compared.
+# Maximum number of checked plans if nearly equal plans are compared.
 SETTLED = 6
 # Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
-# Maximum number of proposals whose micro-batches are formed as in a run before one of them is settled.
+# Maximum number of proposals whose micro-batches are formed as in a run before one proposal's memory is checked.
 CUT = 4
-# The exact time is seldom less than this fraction of the time of `promised`.
+# The exact time is seldom below this fraction of `promised`.
 PROMISED = 0.97
 # Assumed accuracy of estimates for fewer pipelines.
 ROUGHLY = 0.95
@@ -74,9 +74,9 @@ class Proposal:
     """A strategy that might be the best.
 
     Attributes:
-        last_s: end of the last pipeline, without pull, push and update.
+        last_s: end time of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
-        across: the strategy with another placement on ranks, if any.
+        across: the strategy placed across nodes, if this differs.
         least_s: lower bound on an iteration's time.
     """
 
@@ -94,7 +94,7 @@ class Finalists:
     """Results of the selection.
 
     Attributes:
-        passed: proposals that were not settled.
+        passed: proposals whose memory was not checked.
     """
 
     settled: tuple[Settled, ...] = ()
@@ -126,7 +126,7 @@ def proposals(
     stages: Sequence[Staged],
     simple: Sequence[Simple],
 ) -> list[Proposal]:
-    """Return different strategies with assigned sequences, the most promising first."""
+    """Return distinct strategies with assigned sequences, the most promising first."""
     by_strategy: dict[Strategy, Proposal] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         strategy, across = strategies_of(candidate)
@@ -182,13 +182,13 @@ def finalists(
     moved: Moved | None = None,
     exactly: Exactly | None = None,
 ) -> Finalists:
-    """Settle the most promising proposals exactly.
+    """Choose owners and check memory for the most promising proposals, and simulate the best.
 
     Args:
-        near: also settle proposals within this fraction of the best time.
+        near: also check proposals within this fraction of the best time.
         until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
-        moved: home -> bytes that change owner, by which proposals within `near` are ordered; None: ordered by time.
+        moved: bytes that change owner, by home; orders proposals within `near`. Default: ordered by time.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
@@ -210,7 +210,7 @@ def finalists(
         if proposal is None:
             break
         if proposal.strategy in settled:
-            continue  # already settled with better micro-batches
+            continue  # already checked with better micro-batches
         able = len(settled) < _simulations(costs) and not is_late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
@@ -253,7 +253,7 @@ class _Queue:
         self._cut: set[Strategy] = set()
         self._cut_s = 0.0
         self._numbers = count()
-        # (seconds, insertion number, whether micro-batches are not formed yet, proposal)
+        # (seconds, insertion index, whether micro-batches are still to be formed, proposal)
         self._heap: list[tuple[float, int, bool, Proposal]] = []
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate excluded proposals whose bound is below `limit`: settled plans may be slower than estimated."""
+        """Estimate excluded proposals whose bound is below `limit`, since plans may be slower than estimated."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -311,7 +311,7 @@ class _Queue:
         self._cut.add(each.strategy)
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # it may fit with the owners that settling finds
+        except Unsupported:  # it may fit with the owners chosen later
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:

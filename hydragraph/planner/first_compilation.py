@@ -1,8 +1,8 @@
 """Compilation of the planner's search in other processes.
 
-numba compiles a function on its first call: 50 CPU seconds for the whole planner. Installation fills numba's cache
-(`setup.py`). If the cache is empty, other processes plan for a made-up model while the command imports PyTorch and
-captures its own model:
+numba compiles a function on its first call, which takes 50 CPU seconds for the whole planner. Installation fills
+numba's cache (`setup.py`). If the cache is empty, other processes plan for a made-up model while the command imports
+PyTorch and captures its own model:
 
     python -m hydragraph.planner.first_compilation stages    Metis's search over stages
     python -m hydragraph.planner.first_compilation devices   the search over devices
@@ -37,7 +37,7 @@ from hydragraph.spec.training_workload import Workload
 
 LENGTH = 1024
 LAYERS = 6
-_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up device types, and their relative seconds
+_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up device types, and their relative times
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """A good plan within a fraction of a second, for a run that waits for a plan.
 
-Candidates are the running and earlier strategies without lost ranks; the running strategy with layers divided by the
-devices' rates, with and without slow ranks or their pipelines; and, for equal sequences of a typical length, the
-search's results and equal pipelines in node order. Memory is checked from the fastest candidate on, until one fits.
+Of these candidates, the fastest that fits in memory is returned:
+
+- the running and earlier strategies, if they use no lost rank;
+- the running strategy with slow pipelines laid out by the devices' rates, with and without slow ranks, or omitted;
+- for equal sequences of a typical length, the search's results and simple plans (`symmetric`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ RUNNING = 3
 MOST = 4
 FEWEST = 5
 SEARCHING = 0.6  # fraction of the deadline for the search
-SLOW = 1.5  # straggling rate above which plans without the rank are also tried
+SLOW = 1.5  # rate above which plans without the rank are also tried
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        seconds: time of an iteration with that mini-batch.
+        seconds: iteration time with the sampled mini-batch.
     """
 
     strategy: Strategy
@@ -53,7 +55,7 @@ class Estimate:
 
     @property
     def charge(self) -> float:
-        """Seconds that an iteration takes beyond its slowest pipeline."""
+        """Iteration time minus the slowest pipeline's time."""
         return max(0.0, self.seconds - self.assignment.seconds)
 
 
@@ -64,7 +66,7 @@ def plan_at_once(
 
     Args:
         others: further candidates, the running strategy first; ranks outside the cluster count as lost.
-        deadline_s: after this time, no estimate starts except the first `FEWEST`.
+        deadline_s: seconds after which no estimate starts, except the first `FEWEST`.
     """
     began = time.monotonic()
     batch = sample(workload)

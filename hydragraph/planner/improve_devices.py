@@ -8,7 +8,7 @@ Moves:
     merge two pipelines into one pipeline of any degree
     leave a pipeline's devices idle
 
-Each move is tried for one node or pipeline, and for all equal ones.
+Each move is tried for one node or pipeline, and for all equal nodes or pipelines at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydragraph.spec.training_workload import Workload
 
 # Maximum number of strategies priced to improve one strategy.
 PRICED = 200
-# Number of moves priced before the best is made, because the first gain is often a dead end.
+# Number of moves priced before the best one is made, because the first gain is often a dead end.
 AT_ONCE = 24
 # Fraction of the time that a move must save.
 SAVES = 1e-3
@@ -70,7 +70,7 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return the approximate time of an iteration if pipelines were always busy, plus exposed traffic."""
+        """Return the approximate iteration time if pipelines were always busy, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
@@ -162,7 +162,7 @@ class Yard:
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline of some devices with layers divided by rate; None if the model does not fit.
+        """Return a pipeline of these devices with layers divided by rate; None if the model does not fit.
 
         Args:
             pipeline: pipeline whose largest tensor-parallel degree is kept if possible.

@@ -16,14 +16,14 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Maximum number of candidates to improve per group of mini-batches, and of exchanges per candidate.
+# Maximum numbers of candidates to improve per group of mini-batches, and of exchanges per candidate.
 STARTS = 4
 ROUNDS = 16
 WORTH = 1e-3
 
 
 def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
-    """Return one strategy for each scheme: as many of its pipelines as fit on the devices."""
+    """Return one strategy for each scheme, with as many pipelines as fit on the devices."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 

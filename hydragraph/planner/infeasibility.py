@@ -23,11 +23,7 @@ NEARLY = 1.05
 
 
 def check_nodes(costs: Costs) -> None:
-    """Reject nodes whose devices have different types.
-
-    Raises:
-        Unsupported: a node has devices of several types.
-    """
+    """Reject nodes whose devices have different types."""
     types: dict[int, str] = {}
     for rank in range(costs.ranks):
         node, name = costs.cluster.node_of(rank), costs.cluster.type_of(rank)
@@ -35,23 +31,19 @@ def check_nodes(costs: Costs) -> None:
             raise Unsupported(
                 f"the devices of node {node} have different types",
                 where="plan",
-                remedy="list the devices of each type as a node of their own",
+                remedy="list the devices of each type as a separate node",
             )
 
 
 def check_labels(costs: Costs, workload: Workload) -> None:
-    """Reject devices whose memory is too small for the labels of all sequences.
-
-    Raises:
-        Unsupported: some device is too small.
-    """
+    """Reject devices whose memory is too small for the labels of all sequences."""
     running = _running(costs)
     least = batch_bytes(0, max(map(sum, workload.batches)))
     small = [rank for rank in running if costs.memory_of(rank) < least]
     if small:
         listed = ", ".join(map(str, small))
         lost = ", ".join(f"{rank}: inf" for rank in small)
-        without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
+        without = f"run without ranks {listed} (health rates {{{lost}}}), or " if len(small) < len(running) else ""
         raise Unsupported(
             f"nothing fits: every rank holds the labels of all sequences, {least / 1e9:.3g} GB, which exceeds the "
             f"memory of rank{'s' * (len(small) > 1)} {listed}",

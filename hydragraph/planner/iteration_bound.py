@@ -1,10 +1,11 @@
 """Lower bound on the iteration time of any plan.
 
-A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds, at least the minimum
-w(type, block) over all groups. In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d device-seconds.
-The bound is the least T for which all blocks of all sequences can be divided among the types: a linear program.
+A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. This is at least
+w(type, block), the minimum over all groups. In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d
+device-seconds. The bound is the least T for which all blocks of all sequences can be divided among the types: a linear
+program.
 
-The bound is at least a sequence's fastest pass through all blocks, with input gradients only (zb-h1).
+The bound is at least the longest sequence's fastest forward and input-gradient backward (zb-h1) through all blocks.
 
 With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) times the time
 without stragglers, for n stragglers of rates x among N devices.

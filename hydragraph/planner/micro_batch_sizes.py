@@ -29,14 +29,10 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Split equal sequences into micro-batches as in a run; return the assignment and the last pipeline's end.
-
-    Raises:
-        Unsupported: sequences are too long for all pipelines.
-    """
+    """Split equal sequences into micro-batches as in a run; return the assignment and the last pipeline's end time."""
     return equally_long(pipeline_costs(costs, strategy), lengths)
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Return an approximate best assignment, ignoring memory."""
+    """Return an approximately best assignment, ignoring memory."""
     return by_formula(pipeline_costs(costs, strategy, ANY), lengths)

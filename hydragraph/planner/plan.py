@@ -37,8 +37,8 @@ from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.training_workload import Workload
 
 Method = Literal["auto", "metis", "mixed", "search", "straggler"]
@@ -55,18 +55,18 @@ ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact
 
 # Usable fractions of memory, tried in turn while no plan fits.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state needs more than TIGHT of all memory, the search is repeated with ROOMY times the limit.
+# If the state needs more than the fraction TIGHT of all memory, the search is repeated with ROOMY times the limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum number of settled candidates per search, and per shape.
+# Maximum numbers of candidates kept per search, and per shape.
 SETTLED = 6
 ALIKE = 1
 FEW = 64
-# Maximum number of plans settled from Metis's search in "auto".
+# Maximum number of plans kept from Metis's search in "auto".
 STAGED = 2
 # Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
 NEAR = 0.005
-# Fraction of the deadline after which no work starts, and the fraction of this time for searches.
+# Fraction of the deadline after which no work starts, and the fraction of the time until then for searches.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3
@@ -85,16 +85,16 @@ class Plan:
         strategy: run it with `hg.compile(model, plan.strategy, home=plan.home)`.
         home: owners of the state.
         strategies: candidates for varying lengths, `strategy` first.
-        seconds: mean time of an iteration.
-        choosing_s: mean time of an iteration if each mini-batch runs under its fastest strategy.
+        seconds: mean iteration time.
+        choosing_s: mean iteration time if each mini-batch runs under its fastest candidate.
         memory: peak bytes of each rank.
         limits: bytes that each rank may use.
         bound: a lower bound on `seconds`.
         rivals: rejected strategies, the closest first.
         assignment: assignment of the first mini-batch.
         moved_bytes: bytes of state that change owner relative to the running plan.
-        simulated: whether the seconds were simulated; otherwise traffic is estimated.
-        text: `explain` without rivals and idle devices.
+        simulated: whether `seconds` was simulated; if not, traffic is estimated.
+        text: result of `explain` without rivals and idle devices.
         spare: available ranks that the plan does not use.
     """
 
@@ -121,7 +121,7 @@ class Plan:
         return self.seconds / self.bound - 1
 
     def explain(self) -> str:
-        """Return a description of the plan, with the reasons against its rivals."""
+        """Return a description of the plan, and why its rivals were rejected."""
         lost = [f"rejected: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
         if more := len(self.rivals[SHOWN:]):
             lost.append(f"rejected: {more} more {'strategy' if more == 1 else 'strategies'}")
@@ -134,7 +134,7 @@ class Plan:
         if any(map(math.isfinite, using)):
             more = min(using) / self.seconds - 1
             return (
-                f"the best plan found with any of them takes {more:.1%} longer"
+                f"the best plan found that uses any of them takes {more:.1%} longer"
                 if more > 0.0005
                 else "a plan that uses more devices is no faster"
             )
@@ -145,7 +145,7 @@ class Plan:
                 f"they have at most {most / 1e9:.3g} GB each, but every working rank needs at least "
                 f"{smallest / 1e9:.3g} GB"
             )
-        return "none of the plans found with any of them fits"
+        return "no plan found that uses any of them fits"
 
     def __str__(self) -> str:
         return self.explain()
@@ -164,13 +164,14 @@ def plan(
     """Plan training on devices that differ by type, memory or current speed.
 
     Args:
-        method: "mixed" for several types of devices (AutoHet), "straggler" for slow devices (Malleus), "search" for the
-            least cost in Metis's search space, "metis" for Metis's memory-aware walk, "auto" for all except "metis"
-            ("search" only up to 64 ranks and without a deadline).
-        running: current plan, strategy or strategy text; among nearly equal plans, the plan that moves the fewest bytes
-            wins.
-        deadline_s: seconds until the best plan so far is returned; None: the search completes and is deterministic.
-        solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
+        method: "mixed" is for several types of devices (AutoHet), "straggler" for slow devices (Malleus). "search"
+            finds the least cost in Metis's search space; "metis" runs Metis's memory-aware walk. "auto" runs all except
+            "metis", and "search" only up to 64 ranks and without a deadline.
+        running: current plan, strategy or strategy text. If given, the plan that moves the fewest bytes wins among
+            nearly equal plans.
+        deadline_s: seconds until the best plan so far is returned. With None, the search completes and is
+            deterministic.
+        solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; only for method "mixed" and few devices.
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
         streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
 
@@ -194,11 +195,7 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` before the slow computation of costs.
-
-    Raises:
-        ValueError: the method, solver or deadline is invalid.
-    """
+    """Check the arguments of `plan` before the slow computation of costs."""
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     if solver not in (None, *get_args(Solver)):
@@ -236,7 +233,7 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # The order by healthy rates does not change if a rank becomes slow, so the rank keeps its state.
+    # The order ignores rates during replanning, so a rank that becomes slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
@@ -349,7 +346,7 @@ def _extended(
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Settle the candidates of each search separately, so that "auto" is never worse than any of them."""
+    """Select finalists from each search separately, so that "auto" is never worse than any search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)
@@ -516,7 +513,7 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
             rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why, settled))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1
-        why = f"would take about {more:.1%} longer" if more >= 0 else "was not simulated: other strategies came first"
+        why = f"would take about {more:.1%} longer" if more >= 0 else "was not simulated before the search ended"
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(shortage.strategy, math.inf, "", f"does not fit: {shortage}") for shortage in looked.short]
     return tuple(rivals)

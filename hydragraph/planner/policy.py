@@ -13,8 +13,8 @@ class Policy:
     """Settings for planning iterations.
 
     Attributes:
-        gain: fraction of the best static strategy's time that choosing a strategy in every iteration must save.
-        sample: number of mini-batches for this comparison.
+        gain: fraction of time that choosing a strategy in every iteration must save over the best static strategy.
+        sample: number of mini-batches for comparing the two.
         workers: number of processes that plan ahead; 0: plan when a step begins.
         ahead: maximum number of mini-batches that are being planned or wait for their step.
         patience_s: seconds that a step waits for its plan before it uses the quick plan.
@@ -35,7 +35,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision between a static strategy and choosing in every iteration.
+    """Decision between a static strategy and choosing one in every iteration.
 
     Attributes:
         static: the best static candidate, if any.
@@ -67,7 +67,7 @@ def static_or_dynamic(
     policy: Policy,
 ) -> Decision:
     from hydragraph.planner.assignment.best_candidate import (
-        compare_pipelines,  # needs numba and scipy, which only planning requires
+        compare_pipelines,  # only planning needs numba and scipy
     )
 
     totals = [0.0] * len(candidates)

@@ -73,7 +73,7 @@ class SearchCandidate:
         return [layout for layout, (_, times) in kinds for _ in range(times)]
 
     def exposed_s(self) -> float:
-        """Return the longest pull and push that a pipeline cannot overlap."""
+        """Return the longest time of pull and push that a pipeline does not hide."""
         laid = self.laid()
         return max(layout.exposed_s + more for layout, more in zip(laid, self.bench.awaited(laid), strict=True))
 
@@ -113,7 +113,7 @@ class Shortage:
 
 
 def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
-    """Return strategies with pipelines placed within few nodes and, if that differs, across nodes."""
+    """Return the strategy with each pipeline within few nodes and, if different, with pipelines across nodes."""
     laid = candidate.laid()
     within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
     return within, None if across == within else across
@@ -165,7 +165,7 @@ class Ends:
         return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return the micro-batches per pipeline for which the last pipeline ends earliest."""
+        """Return the numbers of micro-batches for which the last pipeline ends earliest."""
         every = range(len(self._forms))
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
@@ -195,10 +195,10 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
 
 
 def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
-    """Distribute equal sequences in micro-batches of `together` sequences.
+    """Distribute equal sequences over pipelines in micro-batches of `together` sequences.
 
     Returns:
-        The assignment, and the last pipeline's end without pull, push and update.
+        The assignment, and the last pipeline's end time without pull, push and update.
     """
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
@@ -272,7 +272,7 @@ def owners(
 
 
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
-    """Return owners chosen for each block, and every rank's peak memory, if they fit.
+    """Choose owners for each block; return the home and every rank's peak memory, if they fit.
 
     If stages stream, ranks with too little memory get smaller shares.
     """
@@ -295,7 +295,7 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
     """Return every rank's peak bytes over mini-batches.
 
-    Every pipeline is assumed to get the largest micro-batches of its shape.
+    Every pipeline is assumed to get the largest micro-batches of any pipeline of its shape.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -328,9 +328,9 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return each rank's message bytes at the peak and at the end, if it owned all state, and its gradient bytes.
+    """Return each rank's message bytes at the peak and at the end (if it owned all state), and its gradient bytes.
 
-    Weights that an owner sent stay in memory until the commit; gradients of later stages arrive during computation.
+    Sent weights stay in the owner's memory until the commit. Gradients of later stages arrive during computation.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
@@ -354,11 +354,12 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """Micro-batches that determine memory; further micro-batches of a full pipeline add only tokens.
+    """Micro-batches that determine memory. Further micro-batches of a full pipeline add only the bytes of their tokens.
 
     Attributes:
         largest: each pipeline's largest micro-batches, as many as fill it.
-        tokens, every: tokens of each pipeline, and of the mini-batch.
+        tokens: tokens of each pipeline.
+        every: tokens of the mini-batch.
     """
 
     largest: Sequence[list[MicroBatch]]

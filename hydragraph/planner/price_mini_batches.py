@@ -74,7 +74,7 @@ class Varied:
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Choose owners, find the memory, and simulate every mini-batch with the iteration planner's assignment."""
+        """Choose owners, compute memory, and simulate every mini-batch with the iteration planner's assignment."""
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
@@ -137,7 +137,7 @@ def settle_best(
     known: dict[Strategy, Settled | Shortage],
     most: int = SIMULATED,
 ) -> None:
-    """Settle the strategies with the lowest estimates, until `most` of them fit all mini-batches.
+    """Check strategies, the lowest estimate first, until `most` of them fit all mini-batches.
 
     Args:
         until: after this deadline, one strategy that fits is enough, without simulation.
@@ -184,7 +184,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of an iteration's time; it simulates if stages are shared, stream or offload."""
+    """Return a function that estimates the iteration time; it simulates if stages are shared, stream or offload."""
     if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

@@ -19,7 +19,7 @@ QUADRATIC_FROM = 4096
 OVERHEAD_TOKENS = 32
 # Maximum tokens of a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
-# Minimum tokens of a micro-batch that is assumed to use a device well.
+# Minimum tokens with which a micro-batch is assumed to use a device well.
 USEFUL_TOKENS = 256
 # Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
@@ -55,11 +55,7 @@ def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
 
 
 def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence.
-
-    Raises:
-        Unsupported: a sequence is longer than every MaxLen.
-    """
+    """Assign every non-empty sequence."""
     # All ranks must break ties in the same way.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]

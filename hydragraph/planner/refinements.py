@@ -2,8 +2,8 @@
 
 memory budgets   the largest budgets that fit, for stages that recompute; later stages first
 schedules        another schedule that the run can use, such as zb-h1
-interleaving     each device runs several stages; the owners of the state are chosen again
-sums in pieces   for stages whose micro-batches this makes faster
+interleaving     each device runs several stages, and owners of the state are chosen again
+sums in pieces   for stages that become faster
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
 
 BUDGETED = 2
-# Maximum groups of stages; budgets are chosen group by group.
+# Maximum number of groups of stages; each group gets one budget.
 GROUPS = 4
-# Number of plans to interleave, and the assumed minimum fraction of a plan's time that remains with interleaving.
+# Number of plans to interleave, and the least fraction of the time that interleaving is assumed to leave.
 INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
 # Numbers of stages per device, tried in turn while the time decreases.
 VISITS = (2, 4)
-# Minimum fraction of an iteration's time that remains without full recomputation, which repeats the forward.
+# Least fraction of the time that is left without full recomputation, which repeats the forward.
 LEAST = 3 / 4
 
 
@@ -120,7 +120,7 @@ def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settl
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
-    """Return a strategy whose devices run `visits` stages of about equally many layers, if possible."""
+    """Return the strategy with `visits` stages of about equally many layers per device, if possible."""
     if strategy.shares or strategy.interleaved:
         return None
     pipelines = tuple(Pipeline(tuple(_turns(pipeline.stages, visits))) for pipeline in strategy.pipelines)

@@ -55,7 +55,7 @@ def offers(
 
     Raises:
         ValueError: the budget is not a number, or pays for no node.
-        Unsupported: no plan fits on any combination.
+        Unsupported: no plan fits on any combination of nodes.
     """
     rental_offers: list[RentalOffer] = []
     refused: Unsupported | None = None
@@ -76,7 +76,6 @@ def offers(
 
 
 def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Costs, Plan]:
-    """Return the plan on the nodes that have work in it, and their costs."""
     whole = plan(costs)
     used = {costs.cluster.node_of(rank) for rank in whole.strategy.devices}
     kept = [rank for rank in range(costs.ranks) if costs.cluster.node_of(rank) in used]
@@ -91,11 +90,7 @@ def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Co
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every combination of whole nodes that leaves too little money for another node.
-
-    Raises:
-        ValueError: as for `RentalPrices.check_budget`.
-    """
+    """Return the ranks of every combination of whole nodes that leaves too little money for another node."""
     prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
     nodes: dict[int, list[int]] = {}

@@ -63,7 +63,7 @@ class RentalPrices:
                 node = self.cluster.node_of(rank)
                 nodes[node] = nodes.get(node, 0.0) + self.per_hour[self.cluster.type_of(rank)]
         if not nodes:
-            raise ValueError("--health says that all ranks are lost: leave some out")
+            raise ValueError("--health lists all ranks as lost: keep at least one")
         if min(nodes.values()) > budget:
             raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(nodes.values()):.4g} an hour")
 

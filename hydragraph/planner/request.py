@@ -18,7 +18,7 @@ class PlanRequest:
     """Planning input that all iterations share.
 
     Attributes:
-        charges: seconds of each candidate's iteration beyond its slowest pipeline.
+        charges: each candidate's iteration time minus its slowest pipeline's time.
         guessed: whether costs are rough; if so, MaxLen is raised for longer sequences.
     """
 
@@ -45,7 +45,7 @@ class PlanRequest:
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
         from hydragraph.planner.assignment.best_candidate import (
-            compare_pipelines,  # needs numba and scipy, which only planning requires
+            compare_pipelines,  # only planning needs numba and scipy
         )
 
         now = self.reaching(max(lengths, default=0))
@@ -54,8 +54,6 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A choice or an error, and the seconds that planning took."""
-
     choice: Choice | None
     error: Exception | None
     seconds: float

@@ -29,7 +29,7 @@ EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
-    """Return fractions within `room` that add up to 1, with the least maximum of `seconds * fraction`.
+    """Return fractions within `room` that add up to 1 and minimize the maximum of `seconds * fraction`.
 
     Args:
         seconds: seconds k of each rank for the whole state, above 0.
@@ -104,7 +104,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
     nodes = _nodes(costs, given)
-    # Idle ranks own state if the others have no room, or if copies need another node.
+    # Idle ranks own state only if other ranks lack room, or if copies need another node.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
@@ -136,7 +136,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state that does not fit; with two copies, a node can own at most one of them."""
+    """Return the fraction of the state that does not fit; with two copies, a node can own at most one copy."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -149,7 +149,7 @@ def _nodes(costs: Costs, given: Home) -> Sequence[int]:
 
 
 def fractions(costs: Costs, home: Home) -> list[float]:
-    """Return each rank's fraction of the state; they add up to the number of copies."""
+    """Return each rank's fraction of the state; the fractions add up to the number of copies."""
     ranks = range(costs.ranks)
     if home.buckets or home.rule is not None:
         owned = costs.changed(home=home)
@@ -159,7 +159,7 @@ def fractions(costs: Costs, home: Home) -> list[float]:
 
 
 def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
-    """Return possible homes without memory limits."""
+    """Return possible homes, ignoring memory."""
     alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule
     if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
         return (alike,)  # every rank uses all blocks

@@ -3,8 +3,8 @@
 With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, a
 rank stores all weights and pushes gradients once per micro-batch.
 
-An iteration takes at least the time of its computation, 1 / (sum_p 1 / W_p) if pipeline p alone takes W_p for the
-mini-batch, and at least the time of the slowest rank's traffic. Strategies with the lowest bounds are simulated.
+An iteration takes at least the time of the slowest rank's traffic. It also takes at least the time of its computation,
+1 / (sum_p 1 / W_p) if pipeline p alone takes W_p for the mini-batch. Strategies with the lowest bounds are simulated.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LEAST_S = 1e-12  # minimum seconds of a mini-batch
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:
-    """Return simulated strategies that stream, and shortages.
+    """Return simulated strategies that stream, and the shortages of those that do not fit.
 
     Args:
-        below_s: strategies that are expected to take longer are skipped; infinite if no plan is known.
+        below_s: expected seconds from which strategies are skipped; infinite if no plan is known.
         until: deadline, ignored while no plan is known.
     """
     varied = Varied(costs, workload.batches)
@@ -118,7 +118,7 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
 
 
 def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the time of computation if all pipelines are always full."""
+    """Return the computation time if all pipelines are always full."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:

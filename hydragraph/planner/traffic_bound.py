@@ -1,14 +1,15 @@
 """Lower bound on an iteration's time from the traffic of network cards, for any owners of the state.
 
 Tensor-parallel groups must be in one node. Let stages on node n pull w_n bytes of a block's weights and push g_n bytes
-of its gradients, summed over pipelines; W and G are their sums over nodes. Let n own a fraction f_n of the block's
-state. Then
+of its gradients, summed over pipelines; W and G are the sums over nodes. Let n own a fraction f_n of the block's state.
+Then
 
     n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-A node's cards limit the node's sums over blocks, and all cards together limit the total. Each block counts with its
-minimum over f: for one node, f_n is 0 or 1; for all nodes together, the node that uses most of the block owns it.
+A node's cards limit the node's sums over blocks, and all cards together limit the total. The bound uses the f with the
+least traffic for each block. For one node, f_n is 0 or 1. For all nodes together, the node that uses most of the block
+owns it.
 """
 
 from __future__ import annotations

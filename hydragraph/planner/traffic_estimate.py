@@ -1,14 +1,14 @@
-"""Estimate of an iteration's end, including pull and push.
+"""Estimate of the iteration time, including pull and push.
 
-Exchanges run one after another: pulls in the order of blocks, pushes in reverse order. With p_b and q_b the slowest
-rank's seconds for bucket b,
+Exchanges run one after another: pulls in the order of blocks, pushes in reverse order. If the slowest rank takes p_b
+seconds to pull bucket b, and q_b to push it,
 
     a bucket arrives at       P_b = p_0 + ... + p_b, before any pipeline's first forward that uses it
     its gradient is complete  C_b, when every pipeline's last backward of the blocks that use it ends
     its gradient arrives at   Q_b = max(Q_(b + 1), C_b) + q_b
     and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, with h_b the time of this transfer
 
-The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update.
+The iteration ends at max(Q_0, H_0, pipelines' end times) plus the commit and the slowest update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Iterations:
     """Approximate seconds of a strategy's iterations.
 
     Args:
-        costs: costs with the plan's home. strategy: strategy without shared stages.
+        costs: costs with the plan's home.
+        strategy: strategy without shared stages.
     """
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:

@@ -29,7 +29,7 @@ class TuningSet:
     """Cached times of strategies for mini-batches.
 
     Attributes:
-        priced: seconds of computation for each mini-batch [B], by strategy.
+        priced: computation seconds of each mini-batch [B], by strategy.
     """
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:

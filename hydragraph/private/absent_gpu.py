@@ -63,7 +63,7 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor compile for an absent GPU with a separate cache, and add its kernels by source to `kernels`.
+    """Let Inductor compile for an absent GPU with a separate cache; add its kernels to `kernels`, keyed by source.
 
     Raises:
         Unsupported: Triton's interpreter is on, or PyTorch's CPU build finds no C++ compiler.

@@ -134,8 +134,6 @@ def size_of(size: object, hints: Sequence[int]) -> int:
 
 
 class TensorForm(NamedTuple):
-    """Dtype and sizes of a tensor."""
-
     dtype: torch.dtype
     sizes: tuple[Any, ...]
 

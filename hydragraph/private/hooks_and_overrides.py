@@ -63,7 +63,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         values = [*arguments, *keywords.values()]
         floats = any(isinstance(x, Tensor) and x.is_floating_point() for x in values)
         if torch.is_grad_enabled() and floats and kind is CheckpointFunction:
-            raise refuse("reentrant checkpointing", "pass use_reentrant=False, or let the strategy recompute")
+            raise refuse("reentrant checkpointing", "pass use_reentrant=False, or use a strategy that recomputes")
         if torch.is_grad_enabled() and floats and not kind.__module__.startswith("torch."):
             raise refuse(*own_backward_refused(kind.__qualname__))
         return apply.__get__(None, kind)(*arguments, **keywords)

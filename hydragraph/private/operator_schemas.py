@@ -33,7 +33,7 @@ class Signature(NamedTuple):
     Attributes:
         names: names of the arguments; arguments from index `positional` on are keyword-only.
         types: types in PyTorch's schema, such as "Tensor", "Optional[int]" or "List[int]".
-        pure: whether the operator writes into none of its arguments.
+        pure: whether the operator leaves all arguments unchanged.
     """
 
     names: tuple[str, ...]

@@ -112,7 +112,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a traced constant, also after casts; None for other tensors."""
+    """Return the fill value of a traced constant tensor, even after casts; None for other tensors."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -397,7 +397,7 @@ def recompute(
 
 
 def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection[str] = ()) -> fx.GraphModule:
-    """Copy the nodes that some outputs need."""
+    """Copy the nodes that the outputs need."""
     graph = fx.Graph()
     copied = {}
     nodes = [node for node in joint.graph.nodes if node.op != "output"]

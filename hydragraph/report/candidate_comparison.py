@@ -1,10 +1,10 @@
 """Comparison of a plan's candidates, with a breakdown of their predicted seconds.
 
-A pipeline's time is the sum of these parts:
+The time of an iteration is the sum of these parts:
 
     work     device time of the sequences, divided evenly over all devices
     waiting  the slowest pipeline's work beyond this even share
-    fixed    the constant c of every micro-batch of the slowest pipeline
+    fixed    the constant c of each of the slowest pipeline's micro-batches
     bubble   the rest of the slowest pipeline's time, in which stages fill, drain, and wait for each other
     sync     pull, push, commit and update; with published constants, 0 if all pipelines are equal
 """
@@ -31,7 +31,7 @@ Strategy = tuple[Scheme, ...]
 # Numbers of candidates, and of homogeneous candidates, that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Number of mini-batches that are used only to improve candidates.
+# Number of mini-batches used only to improve candidates.
 TUNING = 8
 # Number of candidates whose pull and push are simulated.
 SIMULATED = 24
@@ -89,9 +89,8 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches, or `bound` if they were not assigned; infinite if one does not fit.
-        bound: lower bound of `seconds`.
-        alone: mean seconds of a mini-batch's longest sequence by itself, on the fastest pipeline.
+        seconds: mean over the mini-batches; `bound` if they were not assigned, infinite if one does not fit.
+        alone: mean seconds to run only each mini-batch's longest sequence, on the fastest pipeline.
         fits: number of mini-batches that fit.
         wins: number of mini-batches on which this candidate is the fastest.
     """
@@ -136,8 +135,8 @@ class PlanReport:
 
     Attributes:
         candidates: the best static candidate first; candidates that do not fit the context length last.
-        dynamic: mean seconds with the best candidate for every mini-batch.
-        sync: maximum seconds outside computation.
+        dynamic: mean seconds if each mini-batch uses its best candidate.
+        sync: seconds outside computation, maximum over the candidates.
         cut: number of sequences longer than `context`.
         left_out: schemes that were not considered, and why.
     """
@@ -177,7 +176,7 @@ def explain(
     """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        lengths: tokens of each sequence of the data; longer sequences are truncated to `context`.
+        lengths: tokens per sequence of the data; sequences are truncated to `context` tokens.
         tokens: minimum tokens per mini-batch.
         strategies: candidates; by default, proposals for the data, homogeneous strategies, and improvements of both.
 
@@ -218,7 +217,7 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw mini-batches of at least `tokens` tokens, in shuffled rounds through the data."""
+    """Draw mini-batches of at least `tokens` tokens from shuffled passes over the data."""
     random = np.random.default_rng(seed)
     order: list[int] = []
     batches: list[list[int]] = []
@@ -317,7 +316,7 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's seconds into parts; `sync`: seconds outside computation."""
+    """Split an assignment's seconds into parts; `sync` is the seconds outside computation."""
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
@@ -348,7 +347,10 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
     if candidate is best:
         return ""
     if candidate.max_len < context:
-        return f"fits at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
+        return (
+            f"fits at most {candidate.max_len:,} tokens, less than the context; {candidate.fits} of {iterations} "
+            "mini-batches fit"
+        )
     if candidate.parts is None or best.parts is None:
         return f"takes at least {candidate.bound:.3f} s"
     lost = candidate.seconds - best.seconds

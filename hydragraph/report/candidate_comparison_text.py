@@ -9,10 +9,10 @@ from typing import Any
 
 from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse, PlanReport, scheme_counts
 
-ROWS = 8  # of the table without --explain
+ROWS = 8  # table rows without --explain
 MEANING = {
     "work": "device time of the sequences, divided evenly over all devices",
-    "waiting": "work of the slowest pipeline beyond this even share; negative if only its bubble makes it the slowest",
+    "waiting": "work of the slowest pipeline beyond an even share; negative if only its bubble makes it the slowest",
     "fixed": "constant cost of the slowest pipeline's micro-batches, independent of their tokens",
     "bubble": "time in which the slowest pipeline's stages fill, drain, and wait for each other",
     "sync": "pull, push, commit and update",
@@ -83,7 +83,7 @@ def _verdict(report: PlanReport) -> list[str]:
     alike = report.homogeneous
     if best.max_len < report.context or not math.isfinite(best.seconds):
         return [
-            f"no candidate fits {report.context:,} tokens; the best candidate for each mini-batch: "
+            f"no candidate fits {report.context:,} tokens; with the best candidate for each mini-batch: "
             f"{report.dynamic:.3f} s per iteration"
         ]
     lines = [f"best for all mini-batches: {scheme_counts(best.strategy)}, {best.seconds:.3f} s per iteration"]
@@ -91,7 +91,7 @@ def _verdict(report: PlanReport) -> list[str]:
         gain = alike.seconds / best.seconds
         lines.append(f"best homogeneous: {scheme_counts(alike.strategy)}, {alike.seconds:.3f} s ({gain:.2f}x as long)")
     gain = best.seconds / report.dynamic
-    lines.append(f"the best for each mini-batch: {report.dynamic:.3f} s per iteration ({gain:.2f}x as fast)")
+    lines.append(f"with the best for each mini-batch: {report.dynamic:.3f} s per iteration ({gain:.2f}x as fast)")
     return lines
 
 
@@ -114,7 +114,7 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
     lines += [f"and {hidden} more; --explain shows all"] if hidden else []
     return [
         *lines,
-        "alone: mean seconds of each mini-batch's longest sequence by itself, a lower bound for the iteration",
+        "alone: mean seconds to run only each mini-batch's longest sequence, a lower bound for the iteration",
     ]
 
 

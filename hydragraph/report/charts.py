@@ -140,7 +140,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # The peak may be within an instruction, and then exceeds all points of the curve.
+    # A peak within an instruction is higher than all points of the curve.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

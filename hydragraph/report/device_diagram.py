@@ -25,7 +25,7 @@ def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
 
 
 def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], rates: Sequence[float]) -> Diagram:
-    """Return the diagram; `rates`: slowdowns, infinite for lost ranks."""
+    """Return the diagram; `rates` are the ranks' slowdowns, infinite for lost ranks."""
     parts = [_parts(strategy, rank) for rank in range(len(nodes))]
     joined: Callable[[int], object] = lambda rank: (nodes[rank], types[rank], rates[rank], parts[rank])  # noqa: E731
     key = joined if len(nodes) > EVERY else lambda rank: rank
@@ -47,7 +47,7 @@ def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
     first: dict[object, int] = {}
     twins = {i for i, stages in shape.items() if first.setdefault(tuple(stages), i) != i}
     kept = tuple(row for row in rows if not row.parts or any(part.pipeline not in twins for part in row.parts))
-    note = f"{len(twins)} of {len(shape)} pipelines are equal to a pipeline that is shown." if twins else ""
+    note = f"{len(twins)} of {len(shape)} pipelines are omitted because equal ones are shown." if twins else ""
     if len(kept) > MOST_ROWS:
         note = f"{note} {len(kept) - MOST_ROWS} more rows are omitted.".strip()
     return Diagram(strategy.layers, kept[:MOST_ROWS], note)

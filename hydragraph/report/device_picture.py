@@ -26,7 +26,7 @@ _LETTER = 0.062  # inches
 
 @dataclass(frozen=True)
 class _StageBar:
-    """Bar of a stage over adjacent rows and the layers [first, last)."""
+    """Bar of a stage that covers adjacent rows and the layers [first, last)."""
 
     top: int
     bottom: int
@@ -37,7 +37,6 @@ class _StageBar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw a plan to a PNG file."""
     save_figure(device_figure(plan, costs), path)
 
 

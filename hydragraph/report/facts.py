@@ -13,7 +13,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 # Kinds of bars, with colours in report.css.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
 STREAMS = ("compute", "pull", "push", "p2p", "offload")
-# Traffic whose waits a run measures, and all traffic.
+# Kinds of traffic whose waits a run measures, and all kinds.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
@@ -34,7 +34,7 @@ class Lane:
 
     Attributes:
         what: role, such as "pipeline 0, stage 1".
-        bars: by stream (`STREAMS`), in order of time.
+        bars: bars by stream (`STREAMS`), in order of time.
     """
 
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class IterationView:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory over an iteration, in bytes; equal for all of `ranks`.
+    """Memory of each of `ranks` over an iteration, in bytes.
 
     Attributes:
         parts: parts of the peak, as (name, bytes).
@@ -76,7 +76,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Bytes of an iteration from senders (rows) to receivers (columns), by kind.
+    """Bytes sent in an iteration by senders (rows) to receivers (columns), by kind.
 
     Attributes:
         title: "ranks" or "nodes".
@@ -135,7 +135,7 @@ class Contender:
 
     Attributes:
         seconds: time of an iteration; None if the strategy does not fit.
-        micro_batches: number in each pipeline; empty: unknown.
+        micro_batches: number in each pipeline; empty if unknown.
         shares: fractions of the iteration, as (name, fraction).
         why: why the strategy lost; "" for the best strategy.
     """
@@ -151,8 +151,6 @@ class Contender:
 
 @dataclass(frozen=True)
 class Panel:
-    """Details of one strategy."""
-
     name: str
     courses: tuple[IterationView, ...] = ()
     diagram: Diagram | None = None

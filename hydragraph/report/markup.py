@@ -27,8 +27,8 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
     Args:
         content: contents of the element; lists are joined, and None is omitted.
-        attributes: underscores become hyphens, except a trailing one (`class_`), which is removed; None and False omit
-            the attribute.
+        attributes: None and False omit the attribute. A trailing underscore (`class_`) is removed; others become
+            hyphens.
     """
     attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
@@ -57,7 +57,7 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
 
 
 def row(*cells: Content, left: Container[int] = (), class_: str | None = None) -> Markup:
-    """Return a row; `left`: indices of cells aligned left."""
+    """Return a row; `left` contains the indices of left-aligned cells."""
     shown = [tag("td", cell, class_="left" if i in left else None) for i, cell in enumerate(cells)]
     return tag("tr", shown, class_=class_)
 

@@ -15,13 +15,13 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent, read_trace
 from hydragraph.spec.strategy import Strategy
 
-# The sentence names a rank that causes more than this fraction of a kind's difference.
+# The sentence names a rank if it causes more than this fraction of a kind's difference.
 MOSTLY = 0.6
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """Measured and predicted times of an iteration; `seconds` includes the step's work outside its instructions."""
+    """Measured and predicted times of an iteration; `seconds` includes work outside the instructions."""
 
     step: int
     strategy: str
@@ -38,7 +38,7 @@ class ComparedStep:
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
-        """Return measured / predicted by kind and rank, if both are positive.
+        """Return the ratio measured / predicted by kind and rank where both are positive.
 
         For transfers, the ratio compares durations, because waits depend on the overlap.
         """
@@ -79,7 +79,7 @@ class RunComparison:
 
     Attributes:
         before: corrections that the costs already include.
-        warming: numbers of the excluded steps, each the first of several under a strategy.
+        warming: excluded steps, each the first of several steps under a strategy.
     """
 
     source: str

@@ -15,9 +15,9 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 WORDS = {
     "home_weights": "home weights",
@@ -35,7 +35,7 @@ SHORTER = 0.8  # ratio of successive lengths that are tried
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Memory of a strategy: the curve and limit of each rank in bytes, and the seconds of an iteration."""
+    """A strategy's memory curve and limit for each rank, in bytes, and its seconds per iteration."""
 
     strategy: Strategy
     curves: Sequence[MemoryCurve]
@@ -86,7 +86,7 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Advise on the smallest change that makes a strategy fit, and on offloading if that helps; "" if it fits."""
+    """Return the smallest change that makes a strategy fit, and offloading if that helps; "" if it fits already."""
     if found.fits:
         return ""
     offloading = _offloading(costs, found, assignment)
@@ -108,7 +108,6 @@ def _takes(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
-    """Return advice on the smallest change that makes a strategy fit, found by simulation."""
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
@@ -215,12 +214,12 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return a strategy whose stages recompute as in `how`, except those that already recompute in full."""
+    """Return the strategy with stages that recompute as in `how`, or in full if they already do."""
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
 def _whole(strategy: Strategy) -> Strategy:
-    """Return a strategy without split backwards, as streaming and offloading require."""
+    """Return the strategy with a schedule that does not split backwards, as streaming and offloading require."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
 
 
@@ -230,7 +229,7 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield variants that stream gradients, then also weights; then both variants with recomputation."""
+    """Yield variants that stream gradients, or gradients and weights, first without and then with recomputation."""
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
         streamed = True if stage.stream is True else stream
@@ -244,7 +243,7 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 def wider(
     costs: Costs, strategy: Strategy, assignment: Assignment, sequence_parallel: bool
 ) -> Iterator[tuple[Strategy, Assignment]]:
-    """Yield strategies whose pipelines are merged in pairs, which doubles the tensor-parallel degrees within nodes."""
+    """Yield strategies that merge pipelines in pairs, which doubles the tensor-parallel degrees within nodes."""
     nodes = [device.node for device in costs.cluster.devices]
     while len(strategy.pipelines) % 2 == 0 and not strategy.shares:
         pairs = list(zip(strategy.pipelines[::2], strategy.pipelines[1::2], strict=True))

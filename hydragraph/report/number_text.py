@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 140  # columns of a file
+_WIDTH = 140  # columns in files
 
 
 def console() -> Console:

@@ -17,7 +17,6 @@ _DARK = 0.45  # text on darker colors is white
 
 
 def write_plan_picture(example: Example, path: Path) -> None:
-    """Draw pipelines' micro-batches to a PNG file."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.figure import Figure

@@ -51,7 +51,7 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
-    """Return pairs (step, number of ranks from then on); return () if the number never changed."""
+    """Return pairs (step, number of ranks from then on), or () if the number never changed."""
     counts: list[tuple[int, int]] = []
     change = 0  # of the number of ranks since the last "resumed" event
     for event in events:

@@ -29,7 +29,7 @@ _TRACED = "Timelines show the last traced step of each strategy and its simulati
 def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> ReportContents:
-    """Return the report of a run of at least one step; `traced`: costs for the run's ranks, and the run's trace."""
+    """Return the report of a run of at least one step; `traced` contains its costs and trace."""
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     steps = tuple(metrics)

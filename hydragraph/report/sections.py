@@ -298,7 +298,7 @@ def _traffic(matrices: Sequence[Matrix]) -> Markup:
     parts = [f"{_KIND_NAMES[kind]} {number_format.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
         f"Bytes per iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel stages are "
-        "counted as ring all-reduces, but not shown if computation was measured, because its seconds include them."
+        "counted as ring all-reduces. They are omitted if computation was measured, because its time includes them."
     )
     views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
     options = [
@@ -390,24 +390,24 @@ def _training(report: ReportContents) -> Markup:
         losses.append(Series("held out", held_out, "s-held", marks=True, dashed=True))
     loss = line_chart("loss over steps", losses, "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
 
-    alone = len(names) == 1  # lines would cross otherwise
+    alone = len(names) == 1  # several lines would cross
     rates = [
         Series(name, points(lambda s: s.tokens_per_s, name), f"s-{i % COLOURS}", marks=True, line=alone)
         for i, name in enumerate(names)
     ]
     speed = line_chart("tokens per second over steps", rates, "tokens/s", number_format.rate, zero=True, marks=marks)
 
-    spent = [Series("seconds of a step", points(lambda s: s.seconds), "s-ink")]
+    spent = [Series("whole step", points(lambda s: s.seconds), "s-ink")]
     for kind in WAITED:
         waits = points(attrgetter(f"exposed_{kind}_s"))
         spent.append(Series(f"waits: {_KIND_NAMES[kind]}", waits, f"s-{kind}"))
     expected = points(lambda s: s.expected_s or None)
     if expected:
         spent.append(Series("computing, as planned", expected, "s-held", dashed=True))
-    where = line_chart("seconds of a step", spent, "seconds of a step", number_format.seconds, zero=True, marks=marks)
+    where = line_chart("step time over steps", spent, "step time", number_format.seconds, zero=True, marks=marks)
 
     memory = Series("rank 0", points(lambda s: float(s.peak_memory_bytes)), "s-0")
-    peak_memory = line_chart("peak memory", [memory], "most memory so far", number_format.size, zero=True)
+    peak_memory = line_chart("peak memory", [memory], "peak memory so far", number_format.size, zero=True)
     charts = tag("div", mark_keys(marks), loss, speed, where, peak_memory, class_="charts")
     return section("training", "Training", "Every step of the run; each color is a strategy.", charts)
 
@@ -424,7 +424,7 @@ def _against(found: RunComparison) -> Markup:
             Series("predicted", tuple((s.step, s.predicted_s) for s in found.steps), "s-predicted", True, dashed=True),
         ]
         chart = line_chart(
-            "seconds by step", series, "seconds of a step's instructions", number_format.seconds, zero=True
+            "time over steps", series, "time of the step's instructions", number_format.seconds, zero=True
         )
     intro = f"{found.source}. Most of the difference: {found.sentence}."
     shown = table(heads, rows, left=["kind", "ranks"], style="against")

@@ -16,8 +16,6 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PricedStrategy:
-    """Simulated iteration of a strategy."""
-
     strategy: Strategy
     assignment: Assignment
     timeline: Timeline
@@ -54,8 +52,8 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
     """Distribute equal micro-batches over pipelines with `spread`.
 
     Args:
-        tokens: length of one sequence.
-        sequences: number of sequences in one micro-batch.
+        tokens: tokens per sequence.
+        sequences: sequences per micro-batch.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]
@@ -65,8 +63,8 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
 def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
     """Distribute equal micro-batches over pipelines so that the last pipeline ends as early as possible.
 
-    A pipeline of p stages (`depths`) whose slowest stage takes s (`seconds`) per micro-batch runs m micro-batches in
-    (m + p - 1) s.
+    A pipeline of p stages (`depths`) runs m micro-batches in (m + p - 1) s, where s (`seconds`) is its slowest stage's
+    time per micro-batch.
     """
     counts = [0] * len(depths)
     ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]

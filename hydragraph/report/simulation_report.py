@@ -19,7 +19,6 @@ MOST_PANELS = 6
 
 
 def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrategy]) -> ReportContents:
-    """Return the report of at least one strategy."""
     ordered = sorted(simulated, key=lambda each: -each.tokens_per_s)
     best = ordered[0]
     panels = tuple(panel(costs, priced) for priced in ordered[:MOST_PANELS])
@@ -77,7 +76,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Describe how much longer a strategy's critical path is than the best strategy's, per token and kind."""
+    """Describe by kind how much longer a strategy's critical path is per token than the best strategy's."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

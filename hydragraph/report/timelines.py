@@ -1,7 +1,7 @@
 """Conversion of simulated and traced iterations to lanes of bars.
 
-Simulated ranks with the same timeline share a lane. If there are too many bars, the blocks of a micro-batch are merged,
-and then bars that are close to each other.
+Simulated ranks with the same timeline share a lane. If there are too many bars, consecutive blocks of a micro-batch are
+merged, and if necessary also bars that are close to each other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 MOST_BARS = 24_000
 # Maximum number of ranks with separate lanes.
 EVERY = 32
-# Maximum number of lanes, evenly spaced among all.
+# Maximum number of lanes; with more, evenly spaced ones are shown.
 MOST_LANES = 256
-# Smallest fraction of the iteration within which bars are merged.
+# Shortest interval within which bars are merged, as a fraction of the iteration.
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).

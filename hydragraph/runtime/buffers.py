@@ -1,7 +1,7 @@
 """Buffers for an iteration's weights, gradients and messages, reused by the next iteration.
 
-On CUDA, the device may still read a returned buffer. Every returned buffer has a mark in the device's queue, and is
-free after the device has passed the mark.
+On CUDA, the device may still read a returned buffer. Each returned buffer has a mark in the device's queue, and is free
+once the device has passed the mark.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # if more buffers of one size are idle, reuse waits for the device
+AHEAD = 2  # if more buffers of one size are idle, one is reused after a wait for the device
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by number of elements and dtype
 
@@ -32,7 +32,7 @@ class Buffers:
         self._taken: dict[int, Tensor] = {}  # address -> buffer in use
 
     def begin(self) -> None:
-        """Start an iteration: drop buffers that the last iteration did not use."""
+        """Start an iteration, and drop buffers that the last iteration did not use."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier = self._returned
@@ -48,7 +48,7 @@ class Buffers:
             self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._streams.passed(mark)]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a buffer with arbitrary content, for the current stream."""
+        """Return an uninitialized buffer for the current stream."""
         kept = self._free(self._returned, (elements, dtype)) or self._free(self._earlier, (elements, dtype))
         if kept is None:
             buffer = torch.empty(elements, dtype=dtype, device=self._device)
@@ -62,7 +62,7 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Take back a buffer that the current stream no longer reads; ignore tensors that are not from this pool."""
-        # By address, because the returned tensor may be another view.
+        # Found by address, because the returned tensor may be another view.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))

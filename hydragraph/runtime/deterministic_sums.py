@@ -1,9 +1,9 @@
-"""Constraints of deterministic runs, whose results depend bitwise only on the model and the data.
+"""Constraints of deterministic runs, whose results depend, bit by bit, only on the model and the data.
 
 Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`).
 All stages must have the same tensor-parallel degree, because a product that is split over ranks is summed in a
 different order from a whole product. All devices must be of the same kind, and a CPU uses one thread, because libraries
-choose the order of sums by processor and thread count.
+order sums by processor and thread count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Deterministic:
 
     Attributes:
         device: kind of device, which is the same on all ranks.
-        degree, sequence_parallel: settings of all stages; the degree is None before the first strategy.
+        degree, sequence_parallel: settings of all stages. The degree is None before the first strategy.
     """
 
     device: str
@@ -107,8 +107,8 @@ class Deterministic:
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
-        """Raise unless sums over this number of sequences are exact."""
-        # Each rank of a stage may add a part, and a tied weight gets two parts.
+        """Raise `Unsupported` unless sums over this many sequences are exact."""
+        # Each rank of a stage may contribute a part, and a tied weight gets two.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(
@@ -118,8 +118,8 @@ class Deterministic:
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise unless an optimizer rounds all elements of a shard in the same way."""
-        # PyTorch's fused CPU kernels use another formula for elements after the last full vector register.
+        """Raise `Unsupported` unless an optimizer rounds all elements of a shard alike."""
+        # PyTorch's fused CPU kernels compute the elements after the last full vector register differently.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
                 "with fused=True, the last elements of each shard are rounded differently from the others",

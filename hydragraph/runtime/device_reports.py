@@ -1,7 +1,6 @@
 """Reports of every rank's device, and the grouping of devices into types.
 
-Starting with the fastest, each rank joins a type if its speed is at least `ALIKE` times the median speed of the type's
-ranks.
+In order of speed, fastest first, each rank joins a type if its speed is at least `ALIKE` times the type's median.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Minimum ratio of speeds (rank to median of its type) and of memory sizes (smaller to larger rank of a type).
+# Minimum ratio, within a type, of a rank's speed to the median, and of the smaller memory to the larger.
 ALIKE = 0.8
-# Maximum probes of a device, of which the fastest is used. Probes are repeated only if devices of one name differ in
-# speed.
+# Maximum probes per device; the fastest is used. Probes are repeated only if devices of one name differ in speed.
 PROBES = 6
 COPIED = 1 << 25
 # Packages that must have the same version on all hosts.
@@ -40,11 +38,11 @@ class DeviceReport:
     """Report of one rank.
 
     Attributes:
-        node: name of the node, whose ranks share memory and network cards.
+        node: name of the node; its ranks share memory and network cards.
         memory_bytes: bytes that the rank may use; ranks that share a device or host split its memory.
         products_per_s, flops_per_s: speed of small matrix products.
-        threads: compute threads on a CPU; 0 on a GPU.
-        details: compute capability, PCI address and peers (GPU) or cores (CPU); NUMA nodes; network interfaces.
+        threads: number of compute threads on a CPU; 0 on a GPU.
+        details: compute capability, PCI address and peers of a GPU, or cores of a CPU; NUMA nodes; network interfaces.
     """
 
     node: str
@@ -63,7 +61,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
     """Measure the devices of all ranks simultaneously, and return the reports on all ranks.
 
     Args:
-        probe: returns products per second.
+        probe: function that returns products per second.
 
     Raises:
         ValueError: hosts have different package versions.
@@ -126,7 +124,7 @@ def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
 
 
 def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
-    """Return whether a device belongs to a type; none of the `members` is slower than the device."""
+    """Return whether a device belongs to a type, whose `members` are at least as fast."""
     leader = members[0]
     memories = sorted((own.memory_bytes, leader.memory_bytes))
     if own.name != leader.name or memories[0] < ALIKE * memories[1]:

@@ -1,7 +1,8 @@
-"""Execution of links (transfers of a bucket to another layout): each is one collective of all ranks.
+"""Execution of links (transfers of a bucket to another layout), each as one collective of all ranks.
 
-A push to a home with two copies has two links: first owners sum the gradients of all ranks, then send the sums to
-second owners. Gradients are summed in the order of source ranks, so a repeated step gives bitwise equal results.
+A push to a home with two copies has two links. On the first link, each first owner sums all ranks' gradients; on the
+second, it sends the sums to the second owner. Gradients are summed in rank order, so a repeated step gives bitwise
+equal results.
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
@@ -36,9 +37,9 @@ class Exchange:
     Attributes:
         sends: pieces of the local source buffer, ordered by peer, including this rank.
         receives: pieces of the local target buffer, in the same order.
-        sent, received: elements per peer.
-        native: "all_gather" or "reduce_scatter" if one of them moves the data without intermediate buffers.
-        stays: whether no rank sends data to another rank, so messages are skipped.
+        sent, received: number of elements per peer.
+        native: "all_gather" or "reduce_scatter", if it can move the data without intermediate buffers.
+        stays: whether all data stays on its rank, so messages are skipped.
     """
 
     sends: tuple[Piece, ...]
@@ -65,13 +66,13 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """Number of peers that send, if each sends one row for the whole target; else 0."""
+        """Number of sending peers if each sends one row for the whole target, else 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
         for offset, length in self.receives:  # ordered by peer
-            # A peer's pieces must form one row of incoming.
+            # A peer's pieces must form one row of `incoming`.
             if offset != at % self.target:
                 return 0
             at += length
@@ -79,7 +80,7 @@ class Exchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether source and target buffers are equal, so no data moves."""
+        """Whether the source and target buffers are equal, so that no data moves."""
         whole = ((0, self.source),)
         return (
             self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
@@ -87,7 +88,7 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether data arrives in the order of the target buffer, so it is received in place."""
+        """Whether data arrives in the order of the target buffer and can be received in place."""
         return _is_whole(self.receives, self.target)
 
 
@@ -113,7 +114,7 @@ def push_exchange(
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
-    """Return one rank's exchange from first to second owners, within one buffer; None without second owners."""
+    """Return one rank's exchange from first to second owners within one buffer, or None without second owners."""
     if not len(owners.second.rank):
         return None
     slices = hand_on(owners, rank)
@@ -161,7 +162,7 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 
 
 def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
-    """Start moving values; the returned function waits and returns the 1-D target from `buffers`, in `dtype`.
+    """Start moving values. The returned function waits, and returns the 1-D target in `dtype`, taken from `buffers`.
 
     If the exchange is an identity without a cast, the target is the home shard itself.
     """
@@ -178,10 +179,10 @@ def start_push(
     dtype: torch.dtype = torch.float32,
     adds: bool = False,
 ) -> Finish:
-    """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
+    """Start moving gradients; the returned function waits, and sums them into `home` in rank order.
 
     Args:
-        gradients: this rank's 1-D contribution, possibly empty; returned to `buffers` when sent.
+        gradients: this rank's 1-D contribution, possibly empty, which returns to `buffers` when sent.
         home: this rank's 1-D gradient shard, of the same dtype as `gradients`.
         handing: exchange that sends the sums to second owners.
         dtype: dtype to which gradients are rounded before sending.
@@ -204,7 +205,7 @@ def start_exact_push(
     """Start moving exact sums (`kernels.exact_sums`); the returned function rounds their totals into `home`.
 
     Args:
-        parts: this rank's 1-D fp64 sums, each possibly empty; returned to `buffers` when sent.
+        parts: this rank's 1-D fp64 sums, each possibly empty, which return to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
         handing: as for `start_push`, after rounding.
     """
@@ -304,7 +305,7 @@ class _Transfer:
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
             return self._finish(message, lambda: home, gradients)
-        # Give the copied buffer back before taking `incoming`, to lower peak memory.
+        # To lower peak memory, give the copied buffer back before taking `incoming`.
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
@@ -329,7 +330,7 @@ class _Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Sums need a separate channel: ranks send them in the same order, but between different pushes.
+        # Sums need a separate channel, because ranks send sums in the same order but between different pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:

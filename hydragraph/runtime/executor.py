@@ -44,7 +44,7 @@ from hydragraph.runtime.thread_times import Scheduled, unknown
 from hydragraph.runtime.weight_views import let_go, restored
 
 _ROW = 1024  # elements of a row in `square_sum`
-# Stream that produces values of a kind; values of other kinds are messages.
+# Stream that produces each kind of value; other kinds arrive as messages.
 _MADE_BY = {
     ValueKind.WEIGHTS: Stream.PULL,
     ValueKind.COPYING: Stream.OFFLOAD,
@@ -59,8 +59,8 @@ class IterationOutcome:
 
     Attributes:
         grad_norm: norm of all gradients; 0 for an evaluation.
-        scores: each sequence's log-probability and, if requested, entropy: [sequences, 1 or 2], fp64, on the CPU; empty
-            without scoring.
+        scores: each sequence's log-probability and, if requested, entropy, as fp64 [sequences, 1 or 2] on the CPU;
+            empty without scoring.
     """
 
     loss: float
@@ -72,8 +72,6 @@ class IterationOutcome:
 
 
 class ConcurrentWork(Protocol):
-    """Work that runs during an iteration."""
-
     def go_on(self) -> None:
         """Continue the work between instructions, without waiting."""
 
@@ -92,7 +90,7 @@ class _Iteration:
     scored: Scored | None
     values: dict[Value, Any] = field(default_factory=dict)
     arriving: dict[Value, Pending | Copied] = field(default_factory=dict)  # also outgoing messages
-    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls from which this rank receives no data
+    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank no data
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
@@ -110,7 +108,7 @@ class Executor:
         deterministic: make sums over micro-batches and ranks exact (`kernels.exact_sums`).
 
     Attributes:
-        probe: called before the commit, for `RankTimes.probe`.
+        probe: function called before the commit to get `RankTimes.probe`.
     """
 
     def __init__(
@@ -173,10 +171,10 @@ class Executor:
         """Run one iteration.
 
         Args:
-            batches: packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
-            update: called with the gradient norm if it is finite.
-            says: returns `SAYS` integers below 2**53, which this rank sends to all ranks at the commit; called while
-                gradients are in flight.
+            batches: packed micro-batches of this rank's pipelines, by micro-batch number (`ir.rank_program.Role`).
+            update: function called with the gradient norm if the norm is finite.
+            says: function that returns `SAYS` integers below 2**53, which this rank sends to all ranks at the commit.
+                It is called while gradients are in flight.
             scored: positions of the sequences in the mini-batch if sequences are scored, else None.
         """
         timing.kinds = len(self._program.kinds)
@@ -324,7 +322,7 @@ class Executor:
 
     @staticmethod
     def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
-        """Return, by bucket, the weights that a block streams: they are freed before its backward."""
+        """Return, by bucket, the weights that a block streams and frees before its backward."""
         read = (value for value in instruction.reads if value.kind is ValueKind.WEIGHTS)
         return {value.bucket: it.values[value] for value in read if value.exchange != value.bucket}
 
@@ -358,7 +356,7 @@ class Executor:
         for name in part.added:
             arguments += self._total(it, instruction, block.names[name])
         results = part.backward(*arguments)
-        # Drop all references to saved values before gradients are summed: memory peaks here.
+        # Drop all references to saved values before gradients are summed, because memory peaks here.
         it.values[instruction.reads[0]] = None
         del kept
         operands.clear()
@@ -425,7 +423,7 @@ class Executor:
             it.arriving[back] = Copied(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
-        """Return a parameter's gradient buffer, and the factor for its content: 0.0 the first time, then 1.0."""
+        """Return a parameter's gradient buffer, and the factor for its current content: 0.0 at first, then 1.0."""
         bucket = self._home.pieces[name].bucket
         summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
         value = next(value for value in summed if value.bucket == bucket)
@@ -458,7 +456,7 @@ class Executor:
             self._groups.wait(message)
             return tensor
 
-        # The message stream must not wait: the peer may first need the next message.
+        # The message stream must not wait, because the peer may need the next message first.
         return Pending(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
@@ -536,7 +534,7 @@ class Executor:
                 self._begin_handing(it, value, pending)
 
     def _begin_handing(self, it: _Iteration, value: Value, pending: Pending) -> None:
-        """End a bucket's pushes in order, and start sending their sums to second owners."""
+        """End a bucket's pushes in order, and start to send their sums to second owners."""
         earlier = [other for other in it.pushing if other.bucket == value.bucket and other != value]
         for other in earlier:
             self._end(it, Stream.PUSH, it.pushing, other)
@@ -587,8 +585,8 @@ class Executor:
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
-        # A rank may update when it has passed the commit, so all ranks must then be able to update, even if one is
-        # lost.
+        # A rank may update once it has passed the commit, so all ranks must be able to update from then on, even if one
+        # is lost.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -617,7 +615,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return (parts [2, 3], scale): summed over ranks, row 0 gives the loss, row 1 the squared norm * scale**2.
+        """Return (parts [2, 3], scale). Summed over ranks, row 0 is the loss, and row 1 is the squared norm * scale**2.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.
@@ -646,14 +644,14 @@ class Executor:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a value with the strides of a received one, because kernels choose the order of sums by strides."""
+    """Return a value with the strides of a received value, because kernels choose the order of sums by strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Return the 0-d fp64 sum of squares of a 1-D fp32 tensor; rows are summed in fp32, and row sums in fp64."""
+    """Return the 0-d fp64 sum of squares of a 1-D fp32 tensor, adding within rows in fp32 and over rows in fp64."""
     cut = len(values) // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:cut].view(-1, _ROW), dim=1)
     total: Tensor = rows.double().square().sum() + values[cut:].double().square().sum()
@@ -661,5 +659,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the message tag of an activation or its gradient; both ends use the same tag."""
+    """Return the message tag of an activation or its gradient, which both ends use."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

@@ -1,4 +1,4 @@
-"""One rank's shards of the fp32 master weights and gradients, gradient clipping, and creation of the optimizer.
+"""One rank's shards of the fp32 master weights and gradients, gradient clipping, and optimizer creation.
 
 Shards do not depend on the strategy, so a change of strategy does not move them (Hydraulis, section 5.2).
 """
@@ -26,7 +26,7 @@ class OwnedPart:
 
     Attributes:
         intervals: canonical elements [lo, hi), ascending, disjoint and non-empty.
-        counted: whether this rank, not the other owner, counts each interval in norms and writes it to files.
+        counted: for each interval, whether this rank, not its other owner, counts it in norms and writes it to files.
         at: offset in the bucket's shard.
     """
 
@@ -61,8 +61,9 @@ class HomeState:
     """One rank's master weights and gradients.
 
     Attributes:
-        weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
-        counted: views of the gradients that this rank, and no other rank, counts in norms.
+        weights: bucket name -> 1-D fp32 tensor of this rank's shard.
+        gradients: as `weights`, for trained buckets only.
+        counted: views of the gradients that only this rank counts in norms.
         pieces: parameter name -> part that this rank owns, possibly empty, in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`; `.grad` is a view into `gradients`, or None if the
             parameter gets no gradient.
@@ -84,7 +85,7 @@ class HomeState:
         device: torch.device | None = None,
         old: HomeState | None = None,
     ) -> HomeState:
-        """Return one rank's uninitialized state for home layouts, by bucket.
+        """Return one rank's uninitialized state for home layouts by bucket.
 
         Args:
             old: state whose tensors are reused for buckets with the identical layout object.
@@ -131,7 +132,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, first element) of the parameters in elements [lo, hi) of a bucket, in bucket order."""
+    """Yield (name, low, high, first element) for parameters in elements [lo, hi) of a bucket, in bucket order."""
     start = 0
     for parameter in bucket.parameters:
         low = max(lo, start)
@@ -196,7 +197,7 @@ def check_factory(given: OptimizerFactory | None) -> None:
         raise Unsupported(
             f"{given!r} is not a function",
             where="optimizer",
-            remedy="pass a function that makes it, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
+            remedy="pass a function that makes one, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
         )
 
 
@@ -205,7 +206,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
 
     Raises:
         Unsupported: all parameters are frozen, or the optimizer needs whole tensors (LBFGS, Adafactor, Muon, ...) or
-            has parameters that it did not receive.
+            has parameters that the factory did not receive.
     """
     named = state.named()
     if not state.gradients:
@@ -238,7 +239,7 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and hyperparameters as text, which is equal on all ranks."""
+    """Return an optimizer's class and hyperparameters as text that is equal on all ranks."""
     if optimizer is None:
         return "none"
     names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
@@ -273,7 +274,7 @@ def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception
 
 
 def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
-    """Reject parameter groups chosen by shape, by calling the factory again with full-shape tensors."""
+    """Call the factory again with full-shape tensors to reject parameter groups chosen by shape."""
     named, whole = state.named(), _whole(state)
     try:
         of_whole = _options(factory(whole), whole)

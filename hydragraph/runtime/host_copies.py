@@ -1,6 +1,6 @@
 """Copies of saved tensors in host memory; each storage is copied once.
 
-A fetched tensor has the sizes, strides and bytes of the original, so a backward's results are bitwise equal.
+A fetched tensor has the original's sizes, strides and bytes, so a backward's results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _View:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Saved values in order; tensors in host memory are views of the 1-D `storages`."""
+    """Saved values in order, with tensors in host memory as views of the 1-D `storages`."""
 
     saved: tuple[Any, ...]
     storages: Mapping[Key, Tensor]
@@ -50,7 +50,7 @@ class HostCopy:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Tensors that another stream copies or reads; the current stream may use them after it waits for the copy."""
+    """Tensors that another stream copies or reads, and that the current stream may use after a wait for the copy."""
 
     streams: DeviceStreams
     mark: Mark

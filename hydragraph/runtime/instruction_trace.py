@@ -1,4 +1,4 @@
-"""Timing of an iteration: waits by kind of communication and, if requested, the time of every instruction."""
+"""Timing of an iteration: waits by kind of communication and, if requested, each instruction's time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 @dataclass(frozen=True)
 class Exposed:
-    """Times in seconds that a step waited for weights, gradients, activations, and copies to and from host memory."""
+    """Seconds for which a step waited for weights, gradients, activations, and copies to and from host memory."""
 
     pull: float = 0.0
     push: float = 0.0
@@ -28,10 +28,10 @@ class RankTimes:
     """One rank's times of an iteration, sent to all ranks at the commit.
 
     Attributes:
-        seconds: time from the rank's first instruction to the commit, when no work is pending.
-        own: seconds that blocks took, by template in the order of `Program.kinds`, without waits for other ranks.
-        ran: seconds of `own` (or of a probe, if no block ran) in which the thread ran; 0 if unknown.
-        queued: seconds of `own` (or of the probe) in which the thread waited for its core; 0 if unknown.
+        seconds: time from the rank's first instruction until the commit, when no work is pending.
+        own: for each template in `Program.kinds`, seconds that its blocks took, without waits for other ranks.
+        ran: seconds of `own` (or of the probe, if no block ran) that the thread ran; 0 if unknown.
+        queued: seconds of `own` (or of the probe) that the thread waited for its core; 0 if unknown.
         probe: products per second in a probe (`runtime.speed_probe`), or 0.
     """
 
@@ -59,7 +59,7 @@ class Timing:
     The device's queues must have finished before a property is read or `end` is called.
 
     Args:
-        spans: list to which every instruction and message is added; None to sum only the waits.
+        spans: list to which every instruction and message is added, or None to sum only the waits.
         clock: the device's clock (`DeviceStreams.clock`); by default, the host's clock.
     """
 
@@ -104,7 +104,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message that carries a value; `more`: another message must still forward the value."""
+        """Time a wait for a message that carries a value; if `more`, another message must still forward the value."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
@@ -117,7 +117,7 @@ class Timing:
     def computing(
         self, kind: int, waited: Callable[[], float], scheduled: Callable[[], tuple[float, float]]
     ) -> Iterator[None]:
-        """Time a block of a template, without its waits for other ranks.
+        """Time a template's block, without waits for other ranks.
 
         Args:
             kind: the template's index in `Program.kinds`.

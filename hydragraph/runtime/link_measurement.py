@@ -1,7 +1,7 @@
-"""Measurement of links within nodes, between nodes, and between all pairs of ranks of two nodes simultaneously.
+"""Measurement of links within and between nodes, and of all pairs of ranks between two nodes at once.
 
 A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
-direction is timed separately; the fastest of several repetitions is used. If pairs between two nodes are slower
+direction is timed separately. The fastest of several repetitions is used. If pairs between two nodes are slower
 together than alone, they share network cards.
 """
 
@@ -19,7 +19,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # after a message that takes longer than this, no larger ones are sent
+LONGEST_S = 0.1  # if a message takes longer, no larger messages are sent
 REPEATS = 3
 ROUNDS = 8  # maximum partners of each node
 
@@ -32,8 +32,8 @@ class MeasuredLinks:
     """Links by node, in the order of their first ranks.
 
     Attributes:
-        inner: link within each node, in its slower direction; None for a node with one rank.
-        outbound, inbound: link from and to each node; None if only one node exists.
+        inner: link within each node in its slower direction, or None for a node with one rank.
+        outbound, inbound: link from and to each node, or None for a single node.
         cards: estimated number of network cards of each node.
     """
 
@@ -68,13 +68,13 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
             link = link_of(times[by_node[one][0], by_node[other][0]])
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        if number < 1 + len(by_node) % 2:  # until every node was in a pair
+        if number < 1 + len(by_node) % 2:  # until every node has been in a pair
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs; each pair meets once. With an odd number, one player pauses in each round."""
+    """Return rounds of disjoint pairs, in which each pair meets once; if `players` is odd, one pauses in each round."""
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -110,8 +110,8 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """Estimate the number of network cards of a node.
 
     Args:
-        alone_s: time of a message if one pair sends alone.
-        together_s: time of the slowest message if all pairs send at once.
+        alone_s: message time if one pair sends alone.
+        together_s: slowest message's time if all pairs send at once.
     """
     if pairs < 2:  # one pair uses one card
         return 1
@@ -120,7 +120,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
 
 
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
-    """Return timed messages of disjoint pairs of ranks, in both directions; all pairs exchange at the same time."""
+    """Time messages in both directions between disjoint pairs of ranks, which all exchange at the same time."""
     rank = groups.world.rank
     by_pair: dict[Pair, list[tuple[int, float]]] = {way: [] for pair in pairs for way in (pair, pair[::-1])}
     left = list(pairs)
@@ -140,10 +140,10 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
 
 
 def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
-    """Return the time of a message, given the time until its answer arrives.
+    """Return a message's time, given the time until its answer arrives.
 
     Args:
-        before: smaller messages, of which the smallest takes as long as the answer; if empty, message and answer have
+        before: smaller messages, the smallest of which takes as long as the answer. If empty, message and answer have
             the same size.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
@@ -155,7 +155,7 @@ def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) ->
 
 
 def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
-    """Return how long the first rank of a pair waits for each answer, in seconds; `size` and `answer` are in bytes."""
+    """Return for how many seconds a pair's first rank waits for each answer; `size` and `answer` are in bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]
@@ -172,7 +172,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
 
 
 def link_of(messages: Messages) -> Interconnect:
-    """Return a link with the latency of the smallest message and the bandwidth of the largest.
+    """Return a link with the smallest message's latency and the largest message's bandwidth.
 
     A fit over all sizes would overestimate the bandwidth, because buffers make short messages faster.
     """

@@ -14,10 +14,10 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 @dataclass(frozen=True, eq=False)
 class Finish:
-    """Function that ends an exchange; called once, on the stream that started the exchange.
+    """Function that ends an exchange, to be called once, on the stream that started the exchange.
 
     Attributes:
-        then: function that, after the first exchange, starts a second one, which completes the value.
+        then: function that starts a second exchange after the first; the second completes the value.
     """
 
     result: Callable[[], Tensor]
@@ -35,11 +35,11 @@ class Finish:
 
 
 class Pending:
-    """Value in flight: its exchange ends on one stream, and another stream then waits for it.
+    """Value in flight, whose exchange ends on one stream while another stream waits for the value.
 
     Args:
-        at_once: whether to end the exchange right after its start, if the device queues waits. Pass False if this
-            would delay later work of the stream.
+        at_once: whether to end the exchange right after its start, if the device queues waits. Pass False if this would
+            delay the stream's later work.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
@@ -76,7 +76,7 @@ class Pending:
         self._ended()
 
     def __call__(self) -> Tensor:
-        """Make the current stream wait; return the value, whose memory stays allocated while this stream uses it."""
+        """Make the current stream wait, and return the value; its memory stays allocated while the stream uses it."""
         value, mark = self._ended()
         self._streams.wait(mark)
         self._streams.hold(value)

@@ -1,4 +1,4 @@
-"""One rank's program and data for each (strategy, micro-batch counts, purpose), built once."""
+"""One rank's program and data, built once for each (strategy, micro-batch counts, purpose)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CAPACITY = 64  # large, because micro-batch counts vary
 
 @dataclass(frozen=True, eq=False)
 class BoundBlock:
-    """Block with the graphs and inputs that this rank runs.
+    """Block with the graphs that this rank runs, and their inputs.
 
     Attributes:
         aux: template input -> index of the aux graph's output.
-        starts: integer inputs, namely the first row of this rank's vocabulary shard, and the block's number.
-        enters, leaves: under sequence parallelism, whether the hidden state comes from another stage, and whether the
-            result leaves the stage.
+        starts: integer inputs: the first row of this rank's vocabulary shard, and the block's index.
+        enters: whether, under sequence parallelism, the hidden state comes from another stage.
+            leaves: whether, under sequence parallelism, the result leaves the stage.
     """
 
     variant: Variant
@@ -61,11 +61,11 @@ class Prepared:
     """One rank's program with all its data.
 
     Attributes:
-        pulls, pushes: exchanges by name: the bucket's name or, in a streamed stage, a name per use.
-        handings: exchanges to second owners, by the name of the bucket's last push.
-        adds: pushes that follow another push of the same bucket, and therefore add to the home gradients.
-        at_home: buckets whose gradients accumulate in the home gradients.
-        shards: bucket that this rank uses -> parameter name -> (offset, length) in the local buffer.
+        pulls, pushes: exchanges by name, which is the bucket's name or, in a streamed stage, a name per use.
+        handings: exchanges to second owners, by the name of each bucket's last push.
+        adds: pushes that follow another push of the same bucket, and so add to the owners' gradients.
+        at_home: buckets whose gradients accumulate directly in the owners' gradients.
+        shards: for each bucket that this rank uses, parameter name -> (offset, length) in the local buffer.
     """
 
     program: RankProgram
@@ -86,7 +86,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Preparer:
-    """Builder of prepared programs for one rank; `capacity` is the maximum number of cached programs."""
+    """Builder of one rank's prepared programs, of which at most `capacity` are cached."""
 
     _program: Program
     _variants: Variants
@@ -105,7 +105,7 @@ class Preparer:
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
-        """Return this rank's program; `counts` are the numbers of micro-batches by pipeline."""
+        """Return this rank's program; `counts` are the pipelines' numbers of micro-batches."""
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
@@ -149,7 +149,7 @@ class Preparer:
         variant = variants.get(block, part)
         visit = stage.visit_of(at)
         first, end = stage.blocks[visit]
-        scores = program is not self._program and block is program.blocks[-1]  # scores have one value per token
+        scores = program is not self._program and block is program.blocks[-1]  # a score is one value per token
         others = [i for i in template.inputs if i.startswith("other.")]
         # Pipelines that share a stage agree on its neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
@@ -199,7 +199,7 @@ class Preparer:
 
 
 def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
-    """Return each parameter's (offset, length) in a rank's local buffer of a bucket, in elements."""
+    """Return each parameter's (offset, length) in elements in a rank's local buffer of a bucket."""
     shards = {}
     at = 0
     for parameter in bucket.parameters:

@@ -1,8 +1,8 @@
-"""Fitting of the cost models' constants by non-negative least squares.
+"""Fits of the cost models' constants by non-negative least squares.
 
-The fit minimizes the relative errors of micro-batches, weighted by their times. Each number of tokens is measured as
-one sequence and as several sequences, whose times differ only in the quadratic part. For attention with a window or
-chunks, the fit has a column of sums of `Reach.pairs`.
+The fit minimizes the micro-batches' relative errors, weighted by time. Each number of tokens is measured as one
+sequence and as several sequences, whose times differ only in the quadratic part. For attention with a window or chunks,
+the fit has a column with sums of `Reach.pairs`.
 
 Formulas of Hydraulis -> functions:
 
@@ -29,8 +29,8 @@ from hydragraph.spec.strategy_text import regular_pipeline
 Lengths = tuple[int, ...]  # lengths of sequences
 
 WORST_RESIDUAL = 0.25  # maximum root mean square relative error
-LEAST_QUADRATIC = 1e-3  # minimum quadratic fraction of the longest micro-batch's time
-QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
+LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time that is quadratic
+QUADRATIC = 0  # the fit's columns: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
 FIRST_NEAR = 3  # first column of sums of pairs
@@ -42,10 +42,10 @@ class CurveFit:
     """Constants of T = c + sum of (a l^2 + b l) over the lengths l of a micro-batch's sequences.
 
     Attributes:
-        a, b, c: constants in s / token^2, s / token and s; a constant is 0 if the measurements do not show it.
-        residual: root mean square relative error, weighted by seconds.
-        quadratic: fraction of the longest micro-batch's time that is due to attention.
-        near: seconds per pair of tokens, for attention with each window or chunk.
+        a, b, c: constants in s / token^2, s / token and s; 0 if the measurements do not show them.
+        residual: root mean square relative error, weighted by time.
+        quadratic: fraction of the longest micro-batch's time that attention takes.
+        near: for attention with each window or chunk, seconds per pair of tokens.
     """
 
     a: float
@@ -61,22 +61,23 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Return why the fit must not be used, or None."""
+        """Return why the fit must not be used, or None if it may be."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
-        # Short windows look linear, so the linear and the quadratic part may each contain the other.
+        # Short windows look linear, so part of the quadratic cost may appear as linear, and vice versa.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
             return f"the linear part is below the noise: measure more token counts {numbers}"
         if not self.residual <= WORST_RESIDUAL:
             return (
-                f"the measurements differ from the model by {self.residual:.0%}: measure on a quieter machine {numbers}"
+                f"measurements differ from the cost model by {self.residual:.0%}: measure on a quieter machine "
+                f"{numbers}"
             )
         return None
 
     @property
     def doubt(self) -> str | None:
-        """Return a warning about constants that are usable but uncertain, or None."""
+        """Return a warning if the constants are usable but uncertain, else None."""
         if self.near or self.quadratic >= 2 * self.residual:
             return None
         return (
@@ -91,7 +92,7 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        reaches: how far each attention call reaches (`Reach`); if empty, the cost has no quadratic part.
+        reaches: how far each attention call reaches; if empty, the cost has no quadratic part.
 
     Raises:
         ValueError: there are fewer measurements than constants, or a time is not above 0.
@@ -121,7 +122,7 @@ class LinkFit:
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
-    """Fit latency and bandwidth to messages; None if their seconds do not grow with their sizes in bytes."""
+    """Fit latency and bandwidth to messages; return None if times do not grow with sizes in bytes."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
     alike = np.ones(len(measured))  # short and long messages count equally
@@ -133,9 +134,9 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 
 
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
-    """Return UtilLen: the number of tokens with which a micro-batch reaches 85 % of the plateau of tokens/s.
+    """Return UtilLen: the number of tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
 
-    The time of attention, which depends on how tokens are divided into sequences, is subtracted first.
+    Attention's time, which depends on how tokens are divided into sequences, is subtracted first.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
@@ -153,7 +154,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
 
 
 def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
-    """Return a geometric series of token counts from longest / span to longest, in multiples of `multiple`."""
+    """Return a geometric series of token counts from longest / span to longest, rounded to multiples of `multiple`."""
     exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
     return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
 
@@ -169,8 +170,8 @@ class Measured:
     """Measurement of one template in one kind of stage.
 
     Attributes:
-        piece: sizes of the template, without seconds.
-        forward: times of the forward, which `seconds` includes; empty if not measured.
+        piece: the template's sizes, without times.
+        forward: forward times, which `seconds` includes; empty if not measured.
     """
 
     piece: BlockPiece
@@ -187,7 +188,7 @@ class Measurements:
     times: Mapping[str, Measured]
 
     def total(self, templates: Sequence[str]) -> list[float]:
-        """Return the times of consecutive blocks and the aux graph in seconds, by micro-batch."""
+        """Return, by micro-batch, the total seconds of consecutive blocks and the aux graph."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
 
@@ -210,12 +211,12 @@ def fit_profile(
     messages: Sequence[tuple[int, float]],
     **more: Any,
 ) -> Profile:
-    """Fit a profile to measurements; failed fits are recorded with the reason.
+    """Fit a profile to measurements, and record the reasons of failed fits.
 
     Args:
-        blocks: template of every block of the model, in order.
-        found: measurements by kind of stage, including plain stages of every scheme's degree.
-        messages: sizes in bytes and times in seconds; empty for one rank.
+        blocks: templates of the model's blocks, in order.
+        found: measurements by kind of stage, including plain stages of each scheme's degree.
+        messages: (bytes, seconds) of messages; empty for one rank.
     """
     unfit = {}
     util = {}
@@ -235,7 +236,7 @@ def fit_profile(
             unfit[kind] = f"the fit of {noisy[0]} failed: noise hides the cost of attention"
         else:
             pieces[kind] = fitted
-        # Kinds of one degree share UtilLen.
+        # Kinds of stages with one degree share UtilLen.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
@@ -267,7 +268,7 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, measured.reaches)
         return replace(measured.piece, seconds=fit.constants)
-    # Noise may make the backward's part negative.
+    # Noise may make the backward's time negative.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
     together = Constants.sum([(1, forward), (1, backward)])
@@ -289,9 +290,9 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
 def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
     notes = [f"<tp{tp},pp{pp}>: {fit.doubt}" for (tp, pp), fit in fits.items() if fit.doubt]
     if not messages:
-        return [*notes, "one rank has no links: no message was measured"]
+        return [*notes, "no message was measured, because one rank has no links"]
     if link is None:
-        return [*notes, "the times of messages do not grow with their bytes: no bandwidth could be fitted"]
+        return [*notes, "message times do not grow with message sizes, so no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:
         notes.append(f"message times differ from latency + bytes / bandwidth by {link.residual:.0%}: see `messages`")
     return notes
@@ -313,7 +314,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimize weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
+    """Minimize weighted squared relative errors, with scaled columns, which differ by ten orders of magnitude."""
     from scipy.optimize import nnls  # imported here, because few ranks fit a profile
 
     root = np.sqrt(weights)

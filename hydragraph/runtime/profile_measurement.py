@@ -1,8 +1,8 @@
-"""Measurement of a profile: times of templates (graphs that equal blocks share), not of models or strategies.
+"""Measurement of a profile, which has times of templates (graphs that equal blocks share), not of models or strategies.
 
 Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
-stage is the sum of its templates' times. All groups of ranks run simultaneously, as in training, and the median over
-groups and repetitions is used. Measurements take turns until the standard error of each time is below `PRECISE`.
+stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously. The median over groups
+and repetitions is used. Measurements take turns until each time's standard error is below `PRECISE`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # elements of shards whose update is timed
+UPDATED = (1 << 16, 1 << 21)  # sizes, in elements, of shards whose update is timed
 CHAIN = 4  # maximum blocks per measurement
-PRECISE = 0.01  # sufficient relative standard error
-USABLE = 0.9  # usable fraction of memory, because of fragmentation
+PRECISE = 0.01  # relative standard error at which measurements stop
+USABLE = 0.9  # fraction of memory that is usable despite fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, next
-_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward that returns its backward
+_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # forward function that returns its backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +63,10 @@ class MeasuredModel:
     """Model to measure.
 
     Attributes:
-        vocabulary: exclusive upper bound of token ids.
-        positions: exclusive upper bound of position ids, or None if unlimited. Position ids of longer sequences repeat.
-        type: name of the device's type; if "", the name that the device reports.
+        vocabulary: upper bound of token ids, exclusive.
+        positions: exclusive upper bound of position ids, or None if unlimited. In longer sequences, position ids
+            repeat.
+        type: name of the device's type, or "" for the name that the device reports.
     """
 
     program: Program
@@ -82,8 +83,8 @@ class MeasureSettings:
 
     Attributes:
         schemes: schemes to measure; each needs only the ranks of one stage.
-        repeats: number of repetitions of every measurement after a warm-up; for templates, the maximum number.
-        points: number of token counts from longest / 64 to longest.
+        repeats: repetitions of each measurement after a warm-up; for templates, the maximum.
+        points: number of token counts to measure, from longest / 64 to longest.
     """
 
     schemes: tuple[Scheme, ...]
@@ -98,12 +99,12 @@ class MeasureSettings:
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
-        """Micro-batches to measure, divisible for sequence parallelism."""
+        """Micro-batches to measure, of lengths divisible for sequence parallelism."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
     def check(self, program: Program, ranks: int) -> None:
-        """Raise unless a program can be measured on these ranks."""
+        """Raise a ValueError unless a program can be measured on these ranks."""
         for tp, pp in self.schemes:
             if tp > ranks:
                 raise ValueError(
@@ -113,9 +114,10 @@ class MeasureSettings:
                 raise ValueError(f"scheme tp{tp}pp{pp} has {pp} stages for {program.layers} layers: use fewer stages")
         for kind in self.every_kind:
             if kind.tp > ranks or not program.allows(kind.tp):
+                heads = " or ".join(map(str, sorted(set(program.heads))))
                 raise ValueError(
-                    f"tensor-parallel degree {kind.tp} on {ranks} ranks for {program.heads} query heads: use a degree "
-                    "that divides the heads and is at most the number of ranks"
+                    f"tensor-parallel degree {kind.tp} does not fit {ranks} ranks and {heads} query heads: "
+                    "use a degree that divides the heads and is at most the number of ranks"
                 )
 
 
@@ -128,7 +130,7 @@ class DevicePlace:
 
 
 def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks in one place, in rank order; remaining ranks are left out."""
+    """Return groups of `tp` ranks in one place, in rank order, without the remaining ranks."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -144,12 +146,11 @@ def measure(
     places: Sequence[DevicePlace] | None = None,
     messages: Sequence[tuple[int, float]] | None = None,
 ) -> Profile:
-    """Measure a profile; all ranks call this function together and get the same profile.
+    """Measure a profile; all ranks call this together and get the same profile.
 
     Args:
-        places: place of each rank, or None if all ranks are in one place. The result has a profile of each type of
-            device.
-        messages: sizes in bytes and times in seconds of messages, if already measured.
+        places: each rank's place, or None if all ranks are in one place. The result has a profile for each device type.
+        messages: (bytes, seconds) of messages, if already measured.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
@@ -220,14 +221,14 @@ def measure(
 def stage_timer(
     subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int, Lengths], float]:
-    """Return a function that times whole stages of at most `layers` layers, to check `measure`.
+    """Return a function that times whole stages of at most `layers` layers, as a check of `measure`.
 
-    All ranks call the function together, with a number of layers and a micro-batch.
+    All ranks call the function together with a number of layers and a micro-batch.
     """
     bench = _Bench(subject, kind, groups, clock=clock)
     block = subject.program.blocks[1]
     if any(other.template != block.template for other in subject.program.blocks[1:-1]):
-        raise ValueError(f"the layers of {subject.program.model} differ, so their number does not identify a stage")
+        raise ValueError(f"layers of {subject.program.model} differ, so a number of layers does not define a stage")
     runs = [bench._block_run(block) for _ in range(layers)]
     return lambda count, row: count * sum(bench._time(runs[:count], row))
 
@@ -253,7 +254,7 @@ def _name(device: torch.device) -> str:
 
 
 def type_name(device: torch.device) -> str:
-    """Return a name for a type of device, such as nvidia-h100-80gb-hbm3 or x86-64."""
+    """Return the name of a device's type, such as nvidia-h100-80gb-hbm3 or x86-64."""
     return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
 
 
@@ -263,9 +264,9 @@ def host_memory() -> int:
 
 
 def device_memories(groups: Groups) -> list[float]:
-    """Return the memory in bytes that each rank may use, excluding contexts and communicators on a GPU.
+    """Return the bytes of memory that each rank may use, excluding contexts and communicators on a GPU.
 
-    Ranks of one host or GPU split its memory equally.
+    Ranks on one host or GPU split its memory equally.
     """
     here = socket.gethostname()
     free = host_memory()
@@ -324,7 +325,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 def _per_element(
     groups: Groups, repeats: int, make: Callable[[int], Callable[[], object]], types: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Time the functions for two shard sizes; return (constant, seconds per element) of each type's slowest rank."""
+    """Time functions for two shard sizes; return (constant, seconds per element) of each type's slowest rank."""
     device = groups.world.device
     by_size: list[dict[str, float]] = []
     for elements in UPDATED:
@@ -349,14 +350,14 @@ def _per_element(
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Return the relative standard error of the median of normally distributed times; a few outliers have no effect."""
+    """Return the relative standard error of the median of normally distributed times, regardless of a few outliers."""
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
 
 
 class _Bench:
-    """Runner of templates in one kind of stage; ranks outside of stages only take part in gathers."""
+    """Runner of templates in one kind of stage; ranks without a stage only take part in gathers."""
 
     def __init__(
         self,
@@ -403,7 +404,7 @@ class _Bench:
     def timing(
         self, block: Block, rows: Sequence[Lengths], device: PricedDevice, places: Sequence[DevicePlace]
     ) -> _Timing:
-        """Return the timing of a block; all ranks call this and the timing's methods."""
+        """Return a block's timing; all ranks call this and the timing's methods."""
         aux = block is self._program.aux
         piece = self._aux_sizes() if aux else self._sizes(block)
         stages: dict[str, list[tuple[int, ...]]] = {}
@@ -416,7 +417,7 @@ class _Bench:
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
         runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
         chains = list(zip(links, rows, strict=True))
-        for count, row in chains[:1]:  # warm-up, because new weights use memory for the first time
+        for count, row in chains[:1]:  # warm-up, because new weights touch memory for the first time
             self._time(runs[:count], row)
         return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
@@ -433,7 +434,7 @@ class _Bench:
         return [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
-        """Return the times of a forward and a backward, averaged over a chain of blocks; all ranks start together."""
+        """Return the forward and backward times averaged over a chain of blocks, which all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
@@ -570,8 +571,8 @@ class _Timing:
     """Repeated timing of a block in one kind of stage.
 
     Attributes:
-        links: number of blocks in a chain, by micro-batch.
-        turns: times in seconds by repetition, rank and micro-batch.
+        links: for each micro-batch, the number of blocks in a chain.
+        turns: forward and backward seconds by repetition, rank and micro-batch.
     """
 
     bench: _Bench
@@ -588,7 +589,7 @@ class _Timing:
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
-        """Repetitions that count; the first repetition counts only if the second one agrees."""
+        """Repetitions that count; the first counts only if the second agrees."""
         return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
 
     @property

@@ -1,4 +1,4 @@
-"""Sums over each sequence's tokens, from values of packed micro-batches."""
+"""Sums over each sequence's tokens in packed micro-batches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Scored:
     places: Mapping[int, Sequence[int]]
 
     def sums(self, rows: Mapping[int, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-        """Return the sums of each sequence's values in fp64, [L, K]; 0 for sequences of other ranks.
+        """Return the fp64 sums [L, K] of each sequence's values; 0 for other ranks' sequences.
 
         Args:
-            rows: for each micro-batch, its tokens' values [1, tokens, K] and its sequences' bounds [sequences + 1],
-                padding last.
+            rows: for each micro-batch, the tokens' values [1, tokens, K] and the sequences' bounds [sequences + 1],
+                with padding last.
         """
         total = torch.zeros(self.count, self.values, dtype=torch.float64, device=device)
         for micro_batch, (values, bounds) in rows.items():

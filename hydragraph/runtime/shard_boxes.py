@@ -1,4 +1,4 @@
-"""This rank's weights, divided into boxes (rectangular parts of tensors) for a checkpoint."""
+"""This rank's weights as boxes (rectangular parts of tensors) for a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's 1-D canonical elements of a parameter as boxes of the parameter's natural shape.
 
     Args:
-        once: whether to skip elements that another owner counts.
+        once: whether to skip elements that another owner writes.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule
@@ -51,5 +51,5 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
 
 
 def sharded_weights(home: HomeState, once: bool = False) -> dict[str, OwnedBoxes]:
-    """Return this rank's part of all master weights, by parameter name; `once` as for `sharded`."""
+    """Return this rank's part of all master weights, by parameter name; `once` is as for `sharded`."""
     return {name: sharded(piece, home.parameters[name], once) for name, piece in home.pieces.items()}

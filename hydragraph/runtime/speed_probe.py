@@ -1,8 +1,7 @@
-"""Probe of an otherwise idle device's speed, in small matrix products per second.
+"""Probe of the speed of an idle device, in small matrix products per second.
 
-If a slow device gets no work (Malleus's standby), only a probe shows whether the device is fast again. A device that
-stops for 60 of every 100 ms looks healthy for 40 ms, so a probe measures from the end of one stop to the end of
-another.
+If a slow device gets no work (Malleus's standby), only a probe shows when the device is fast again. A device that stops
+for 60 of every 100 ms looks healthy for 40 ms, so a probe measures from the end of one stop to the end of another.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
 MOST_S = 0.25  # maximum duration of a probe
-STOP_S = 0.01  # if a product takes longer, the process was stopped meanwhile
+STOP_S = 0.01  # if a product takes longer, the process was stopped
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class ProbeResult:
 
     Attributes:
         per_s: products per second, as if no other process had used the core; 0 if the probe did not run.
-        ran, queued: seconds that the probe's thread ran, and waited for its core; both 0 if unknown.
+        ran: seconds that the probe's thread ran; 0 if unknown.
+        queued: seconds that the thread waited for its core; 0 if unknown.
     """
 
     per_s: float = 0.0
@@ -62,7 +62,7 @@ class SpeedProbe:
         self.most_s = 0.0
 
     def __call__(self) -> ProbeResult:
-        """Run the probe and return its result, which is empty if `most_s` is 0."""
+        """Run the probe, and return its result, or an empty result if `most_s` is 0."""
         if self.most_s <= 0:
             return ProbeResult()
         size = SIZES[self._device.type]

@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a new world on one state of the whole model.
+"""Agreement of a new world's ranks on one state of the whole model.
 
 Remaining ranks are at most one update apart, because every step ends with a commit of all ranks:
 
@@ -8,7 +8,7 @@ Remaining ranks are at most one update apart, because every step ends with a com
                                have all gradients at home                    with the norm from the commit
     in its own update          the others have updated                       no recovery is needed
 
-A process whose own update was interrupted counts as a newcomer.
+A process whose update was interrupted counts as a newcomer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hydragraph.spec.home import Home
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Part of the whole training state that a rank stores.
+    """The part of the training state that a rank stores.
 
     Attributes:
         generation: number of earlier moves.
@@ -51,12 +51,12 @@ class StateProgress:
 
 @dataclass
 class ProgressLog:
-    """A rank's progress; each change is one assignment, so no interruption splits it."""
+    """A rank's progress, changed by single assignments, which an interruption cannot split."""
 
     progress: StateProgress = StateProgress()
 
     def begin(self) -> None:
-        """Record that gradients are computed again."""
+        """Record that new gradients are being computed."""
         self.progress = replace(self.progress, gathered=False)
 
     def gathered(self) -> None:
@@ -74,19 +74,17 @@ class ProgressLog:
 
 @dataclass(frozen=True)
 class HeldState:
-    """One state of a rank."""
-
     place: StatePlace
     progress: StateProgress
 
 
 @dataclass(frozen=True)
 class Standing:
-    """States of one rank when ranks form a new world.
+    """One rank's states when ranks form a new world.
 
     Attributes:
-        arrived: complete state that a move brought, and to which the rank has not yet switched.
-        called: rank numbers of this process since `held`, in worlds that did not complete a move.
+        arrived: complete state that a move brought but to which the rank has not switched yet.
+        called: this process's rank numbers since `held`, in worlds that did not complete a move.
     """
 
     held: HeldState
@@ -94,7 +92,7 @@ class Standing:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return the rank's state of a generation; None if the state is missing or damaged by an interrupted update."""
+        """Return the rank's state of a generation, or None if it is missing or an interrupted update damaged it."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
@@ -105,9 +103,9 @@ class AgreedState:
 
     Attributes:
         generation: generation of the agreed state, or -1 if no rank has any state.
-        before: for each rank, its number in the agreed state, or None if it has no valid state.
+        before: for each rank, its number in the agreed state, or None without valid state.
         updates: number of updates after all ranks have finished their step.
-        leader: the first rank that has finished its step; its hyperparameters are used.
+        leader: first rank that has finished its step, whose hyperparameters are used.
     """
 
     generation: int
@@ -127,7 +125,7 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
         before: number of each new rank in the previous world, or None for a newcomer.
 
     Raises:
-        ValueError: `before` does not match the ranks, or gives a rank the number of another rank.
+        ValueError: `before` does not match the ranks, or gives a rank another rank's number.
     """
     if len(before) != len(standings):
         raise ValueError(
@@ -145,7 +143,7 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
         if old not in numbers:
             raise ValueError(
                 f"move: `before` says that rank {new} was rank {old}, but its numbers were {sorted(numbers)}: "
-                "give the last"
+                "give the last number"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
     # A rank switches only after all ranks have received their state.

@@ -1,8 +1,8 @@
 """Movement of weights and optimizer state from one home to another.
 
-`ir.link.move` links each bucket's old and new layout. The whole state, in the order of buckets, is divided into windows
-of at most CHUNK bytes. For each window, a rank sends one message to every other rank. The old state stays
-unchanged until the new one is complete.
+`ir.link.move` links each bucket's old and new layout. The whole state, in bucket order, is divided into windows of at
+most CHUNK bytes. For each window, a rank sends one message to every other rank. The old state stays unchanged until the
+new state is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AHEAD = 2  # maximum windows in flight
 
 _WEIGHT = ""
 
-Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> "" (its weight) or state -> dtype
+Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> "" (its weight) or optimizer state's name -> dtype
 Intervals = Sequence[tuple[int, int]]
 
 
@@ -38,7 +38,7 @@ class OwnedState:
     """Weights and optimizer state of one rank.
 
     Attributes:
-        states: parameter -> optimizer's state -> 1-D tensor of this rank's part, or another value.
+        states: parameter -> name of an optimizer state -> 1-D tensor of this rank's part, or another value.
     """
 
     home: HomeState
@@ -83,7 +83,7 @@ class OwnedState:
         return columns
 
     def column(self, parameter: str, state: str) -> Tensor:
-        """Return this rank's part of a column, 1-D."""
+        """Return this rank's part of a column, as a 1-D tensor."""
         if state == _WEIGHT:
             return self.home.parameters[parameter].detach()
         column: Tensor = self.states[parameter][state]
@@ -91,17 +91,17 @@ class OwnedState:
 
 
 def named(columns: Columns) -> dict[str, dict[str, str]]:
-    """Return the columns with the names of their dtypes, as plain data."""
+    """Return the columns as plain data, with dtypes as names."""
     return {name: {c: str(d).removeprefix("torch.") for c, d in kinds.items()} for name, kinds in columns.items()}
 
 
 def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
-    """Convert one parameter's columns from the form of `named`."""
+    """Convert one parameter's columns back from the result of `named`."""
     return {column: getattr(torch, name) for column, name in kinds.items()}
 
 
 def agreed_columns(ranks: Sequence[Columns]) -> Columns:
-    """Join the columns that ranks report for their parts of parameters.
+    """Merge the columns that ranks report for their parts of parameters.
 
     Raises:
         ValueError: two ranks disagree on a parameter.
@@ -119,7 +119,7 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
 
 @dataclass(frozen=True)
 class MovedPart:
-    """Elements of one parameter that move between two ranks, or stay, with their offsets in the bucket's shards."""
+    """Elements of one parameter that move between two ranks or stay, with offsets in the bucket's shards."""
 
     src: int
     dst: int
@@ -142,10 +142,10 @@ class MovedPart:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Route of state from one home to another; the same on all ranks.
+    """Route of state from one home to another, equal on all ranks.
 
     Attributes:
-        source: current owners by bucket, with the rank numbers of this world.
+        source: current owners by bucket, by this world's rank numbers.
     """
 
     buckets: Sequence[Bucket]
@@ -159,11 +159,11 @@ class Route:
         return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
 
     def width(self, parameter: str) -> int:
-        """Return the size in bytes of one element of a parameter, over all columns."""
+        """Return the total bytes of one element of a parameter over all columns."""
         return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
 
     def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield windows of at most `chunk` bytes of the whole state: bucket -> interval."""
+        """Yield windows (bucket -> interval) of at most `chunk` bytes of the whole state."""
         window: dict[str, tuple[int, int]] = {}
         room = chunk
         for bucket in self.buckets:
@@ -184,7 +184,7 @@ class Route:
             yield window
 
     def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[MovedPart]:
-        """Yield the parts of a window that a rank sends, receives or keeps; sender and receiver use the same order."""
+        """Yield the parts of a window that a rank sends, receives or keeps, in the same order at both ends."""
         for bucket in self.buckets:
             if bucket.name not in window:
                 continue
@@ -198,7 +198,7 @@ class Route:
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
-    """Return the starts and ends of intervals within [lo, hi) that some rank has."""
+    """Return the starts and ends of intervals within [lo, hi) that at least one rank has."""
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
     ends = np.append(begin, source.size).clip(lo, hi)
@@ -214,10 +214,10 @@ class _UnderWay:
 
 @dataclass(eq=False)
 class Carrying:
-    """Transfer of columns to their new owners, in the same windows and order on all ranks; every rank must finish it.
+    """Transfer of columns to new owners, in the same windows and order on all ranks. Every rank must finish it.
 
     Args:
-        old: this rank's state, which must not be modified before the transfer is finished.
+        old: this rank's state, which must not change before the transfer is finished.
     """
 
     route: Route

@@ -1,7 +1,7 @@
-"""Queues of work on one device, by stream of a RankProgram, and the marks that order them.
+"""Queues of work on one device, one per stream of a RankProgram, and the marks that order them.
 
 On a CPU, an operation is complete when its call returns, and the host waits for communication. On CUDA, the host only
-queues work, and a mark is an event for which other streams wait.
+queues work, and marks are events for which other streams wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Clock(Protocol):
     """Clock that measures when the current queue reaches a point."""
 
     def now(self) -> Reading:
-        """Return a reading for `seconds`."""
+        """Return a reading, which `seconds` converts."""
 
     def seconds(self, reading: Reading) -> float:
         """Convert a reading to the scale of `time.perf_counter`; the queues must have finished."""
@@ -34,7 +34,7 @@ class DeviceStreams(Protocol):
     """A device's queues.
 
     Attributes:
-        queued: whether waits for communication are queued; otherwise the host waits.
+        queued: whether waits for communication are queued; if not, the host waits.
     """
 
     queued: bool
@@ -43,7 +43,7 @@ class DeviceStreams(Protocol):
         """Queue the calls of this context on a stream; other calls are queued on `Stream.COMPUTE`."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a separate stream, which runs no instructions."""
+        """Queue the calls of this context on a separate stream without instructions."""
 
     def mark(self) -> Mark:
         """Mark the end of the current queue."""
@@ -55,7 +55,7 @@ class DeviceStreams(Protocol):
         """Return whether a queue has reached its mark."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory, even if the tensor is dropped, until the current queue has reached this point."""
+        """Keep a tensor's memory until the current queue reaches this point, even if the tensor is dropped."""
 
     def finish(self) -> None:
         """Wait for all queues."""
@@ -65,8 +65,6 @@ class DeviceStreams(Protocol):
 
 
 class HostClock:
-    """Clock of the host."""
-
     def now(self) -> float:
         return time.perf_counter()
 
@@ -124,7 +122,7 @@ class CudaStreams:
     """Streams of a GPU; computation runs on the current stream.
 
     Args:
-        queued: whether communication is queued (NCCL, or a single rank); with gloo, the host waits for communication.
+        queued: whether communication is queued (NCCL or a single rank); with gloo, the host waits for it.
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:

@@ -1,4 +1,4 @@
-"""Supported optimizers, which are elementwise, so that each rank can update its own flat shard."""
+"""Supported optimizers: each is elementwise, so that every rank can update its own flat shard."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HARMLESS = frozenset({"step", "__init__", "__repr__", "__slots__"})
 
 
 def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return the optimizer that a user's function makes for flat tensors.
+    """Return the optimizer that a user's function creates for flat tensors.
 
     Raises:
         Unsupported: an optimizer that is not elementwise rejects flat tensors (Muon, LBFGS).
@@ -81,7 +81,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
+    """Check that no hook changes an optimizer's updates or gradients; this is cheap enough for every step.
 
     Raises:
         Unsupported: the optimizer or one of its tensors has hooks.
@@ -123,7 +123,7 @@ def _inside(step: Any) -> Any:
 
 
 def _is_torch(function: Any) -> bool:
-    # `__module__` is not reliable, because functools.wraps copies it.
+    # `__module__` is unreliable, because functools.wraps copies it.
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
 
 

@@ -17,7 +17,7 @@ class Scheduled:
         self._file = -1
 
     def __call__(self) -> tuple[float, float]:
-        """Return the total seconds run and queued; zeros if the system does not report them."""
+        """Return the total seconds run and queued, or zeros if the system does not report them."""
         if threading.get_ident() != self._thread:
             self._open()
         if self._file < 0:

@@ -1,4 +1,4 @@
-"""Saved views of streamed weights, stored as sizes and strides, because the stage pulls the weights again.
+"""Saved views of streamed weights, stored as sizes and strides because the stage pulls the weights again.
 
 A real view would keep the pulled buffer alive, or show other data after the buffer is reused.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightView:
-    """View of a bucket's pulled weights; `at` is its offset in the weights, in elements."""
+    """View of a bucket's pulled weights; `at` is the view's offset in elements."""
 
     bucket: str
     size: torch.Size
@@ -24,7 +24,7 @@ class WeightView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Replace views of weights (bucket -> 1-D tensor) among saved values by `WeightView`s."""
+    """Among saved values, replace views of weights (bucket -> 1-D tensor) by `WeightView`s."""
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
     def replaced(value: Any) -> Any:
@@ -37,8 +37,6 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
 
 
 def restored(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Replace `WeightView`s by views of these weights."""
-
     def view(value: Any) -> Any:
         if not isinstance(value, WeightView):
             return value

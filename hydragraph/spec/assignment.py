@@ -12,8 +12,8 @@ class Assignment:
     """Assignment of sequences to pipelines and micro-batches for one iteration.
 
     Attributes:
-        micro_batches: indices of the sequences in each micro-batch of each pipeline.
-        lengths: tokens of each sequence.
+        micro_batches: for each pipeline and micro-batch, the indices of its sequences.
+        lengths: number of tokens in each sequence.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -25,7 +25,7 @@ class Assignment:
 
         Args:
             counts: number of micro-batches of each pipeline.
-            tokens: length of every sequence, or a list with the sequence length of each pipeline.
+            tokens: sequence length in tokens, or a list with one length per pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens
         starts = iter(range(0, sum(counts) * sequences, sequences))
@@ -35,7 +35,7 @@ class Assignment:
 
     @property
     def tokens(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Tokens of each sequence, by pipeline and micro-batch.
+        """Number of tokens in each sequence, by pipeline and micro-batch.
 
         Raises:
             ValueError: `lengths` has no entry for some sequence.

@@ -1,4 +1,4 @@
-"""Devices of a cluster and the links between them, with the YAML format.
+"""Devices of a cluster, the links between them, and their YAML format.
 
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
@@ -31,7 +31,7 @@ from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
-# Smallest plausible value of each field, and its unit; a smaller value was given in another unit.
+# Plausible range of each field, and its unit; a value outside the range was given in another unit.
 _UNITS = {
     "flops_per_s": (1e7, math.inf, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, math.inf, "bytes, such as 80e9"),
@@ -121,7 +121,7 @@ class Device(DeviceType):
         super().__post_init__()
         object.__setattr__(self, "node", _whole("node", _number("node", self.node)))
         if not isinstance(self.type, str):
-            raise ValueError(f"type is {self.type!r}: give the name of a type of device")
+            raise ValueError(f"type is {self.type!r}: give the name of a device type")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Node:
 
     Attributes:
         inner: each device's link to the other devices of the node.
-        outer: link of one network card to other nodes.
-        count: number of consecutive nodes of this kind.
+        outer: each network card's link to other nodes.
+        count: number of consecutive nodes like this one.
         cards: number of network cards; neighboring devices may share a card.
     """
 
@@ -180,7 +180,8 @@ class Cluster:
     """Devices, one per rank in rank order, and the links between them.
 
     Attributes:
-        within_node, between_nodes: link between ranks of one node, and of different nodes; None if `nodes` is set.
+        within_node: link between ranks of one node; None if `nodes` is set.
+        between_nodes: link between ranks of different nodes; None if `nodes` is set.
     """
 
     devices: tuple[Device, ...]
@@ -226,7 +227,7 @@ class Cluster:
         types = {**{node.type: type_of_sheet(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
         for i, node in enumerate(nodes):
             if node.type not in types:
-                listed = ", ".join(sorted(types)) or "types: first"
+                listed = ", ".join(sorted(types)) or "one that 'types' defines"
                 raise ValueError(
                     f"nodes[{i}]: unknown device type {node.type!r}: use {listed}, or a built-in type: "
                     f"{', '.join(KNOWN)}"
@@ -316,7 +317,7 @@ class Cluster:
     def scaled(self, what: str, factor: float) -> Cluster:
         """Return the cluster with the bandwidths of "within_node" or "between_nodes" links multiplied by `factor`."""
         if what not in ("within_node", "between_nodes"):
-            raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
+            raise ValueError(f"{what!r} is not a link: scale 'within_node' or 'between_nodes'")
         within = what == "within_node"
         if self.nodes:
             name = "inner" if within else "outer"

@@ -1,4 +1,4 @@
-"""Health of devices. In the YAML `{3: 2.57, 5: inf}`, rank 3 is 2.57 times as slow as normal, and rank 5 is lost."""
+"""Health of devices. In the YAML `{3: 2.57, 5: inf}`, rank 3 takes 2.57 times as long as normal, and rank 5 is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Health:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The lost ranks."""
         return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:

@@ -26,10 +26,10 @@ class Home:
         copies: 1 or 2. With 2, a second owner on another node also updates each element; `shares` count both copies.
         buckets: bucket name -> shares by rank, instead of `shares`. A bucket is the trainable or the frozen part of a
             block, or a tied parameter.
-        nodes: node of each rank, to place second owners. None: each host is a node or, on a single host, each rank.
-        rule: how to choose the owners of buckets that are not in `buckets`: "stages" chooses the ranks of the stages
-            that use the bucket; "auto" chooses the ranks that exchange it fastest and have enough memory. With a rule,
-            `shares` are relative weights of the chosen ranks.
+        nodes: node of each rank, to place second owners. None: each host is a node; on a single host, each rank is.
+        rule: how to choose owners of buckets that are not in `buckets`. "stages" chooses the ranks of the stages that
+            use the bucket; "auto" chooses the ranks that exchange the bucket fastest and have enough memory. With a
+            rule, `shares` are relative weights of the chosen ranks.
     """
 
     shares: Sequence[float] | None = None
@@ -40,7 +40,7 @@ class Home:
 
     def __post_init__(self) -> None:
         if self.rule is not None and self.rule not in get_args(Rule):
-            raise ValueError(f"rule is {self.rule!r}: use auto or stages, or omit it")
+            raise ValueError(f"rule is {self.rule!r}: use 'auto' or 'stages', or omit it")
         if self.shares is not None:
             object.__setattr__(self, "shares", _shares("shares", self.shares))
         if not isinstance(self.buckets, Mapping):
@@ -85,16 +85,16 @@ class Home:
         for name, numbers in self._lists():
             if len(numbers) != ranks:
                 raise ValueError(
-                    f"home {self}: {name} has {len(numbers)} numbers, but the run has {ranks} rank{'s' * (ranks > 1)}: "
-                    "give one number for each rank (0: the rank owns no state)"
+                    f"home '{self}': {name} has {len(numbers)} numbers, but the run has {ranks} "
+                    f"rank{'s' * (ranks > 1)}: give one number for each rank (0: the rank owns no state)"
                 )
         unknown = [] if buckets is None else [name for name in self.buckets if name not in buckets]
         if unknown:
             assert buckets is not None
             shown = ", ".join(buckets[:4]) + (f" and {len(buckets) - 4} more" if len(buckets) > 4 else "")
-            raise ValueError(f"home {self}: the model has no bucket {unknown[0]!r}: use one of {shown}")
+            raise ValueError(f"home '{self}': the model has no bucket {unknown[0]!r}: use one of {shown}")
         if self.copies > ranks:
-            raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
+            raise ValueError(f"home '{self}': two copies on {ranks} rank: start more ranks, or set copies to 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
         """Return this home with the node of each rank: the home's own `nodes`, or else the given ones.
@@ -111,8 +111,8 @@ class Home:
             owning = {node for node, share in zip(placed.nodes, shares, strict=True) if share}
             if len(owning) < placed.copies:
                 raise ValueError(
-                    f"home {self}, {name}: all owners are on node {owning.pop()}, but the second copy needs another"
-                    " node: give ranks of another node a share, or use copies 1"
+                    f"home '{self}', {name}: all owners are on node {owning.pop()}, but the second copy needs another"
+                    " node: give ranks of another node a share, or set copies to 1"
                 )
         return placed
 
@@ -186,7 +186,7 @@ def _shares(name: str, given: object) -> Shares:
 
 def _nodes(given: object) -> tuple[int, ...]:
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise ValueError(f"nodes is {given!r}: give a list of the node of each rank, such as [0, 0, 1]")
+        raise ValueError(f"nodes is {given!r}: give a list with each rank's node, such as [0, 0, 1]")
     for rank, node in enumerate(given):
         if isinstance(node, bool) or not isinstance(node, int | float) or node < 0 or node != int(node):
             raise ValueError(f"nodes: rank {rank} is on node {node!r}: nodes are whole numbers from 0")

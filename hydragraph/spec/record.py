@@ -131,7 +131,7 @@ def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
-        hint = records[0] if len(records) == 1 else hint  # the hint of an optional section
+        hint = records[0] if len(records) == 1 else hint  # the type of an optional section
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, str) and hasattr(hint, "parse"):  # given as text
             record: object = hint.parse(value)

@@ -58,7 +58,7 @@ BUDGETS = (0.75, 0.5, 0.25)
 
 
 def is_budget(value: object) -> bool:
-    """Return whether a value is a memory budget: hundredths in (0, 1)."""
+    """Return whether a value is a memory budget: a multiple of 0.01 in (0, 1)."""
     return isinstance(value, float) and 0 < value < 1 and round(value, 2) == value
 
 
@@ -68,24 +68,21 @@ def recompute_flag(recompute: bool | float) -> str:
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of a stage on one rank: tp2s:1 is the second of two parts."""
+    """One rank's part of a stage; tp2s:1 is the second of two parts."""
 
     kind: StageKind = StageKind()  # noqa: RUF009
     index: int = 0
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel degree."""
         return self.kind.tp
 
     @property
     def sequence_parallel(self) -> bool:
-        """See `StageKind`."""
         return self.kind.sequence_parallel
 
     @property
     def recompute(self) -> bool | float:
-        """See `StageKind`."""
         return self.kind.recompute
 
     def __str__(self) -> str:

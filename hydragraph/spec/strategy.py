@@ -13,7 +13,8 @@ from typing import Any
 
 from hydragraph.spec.pipeline import Pipeline, Stage, as_tuple, is_whole
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, SCHEDULES, format_strategy, parse_strategy
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
+from hydragraph.spec.strategy_text import format_strategy, parse_strategy
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Pipelines, each of the whole model, that divide a mini-batch; ranks in no pipeline are idle.
+    """Pipelines that each hold the whole model and divide a mini-batch; ranks in no pipeline are idle.
 
     Pipelines may share a stage whose devices (in order), layers and flags are equal. A shared stage stores weights and
     gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both
@@ -221,13 +222,13 @@ class Strategy:
 
     @classmethod
     def read(cls, text: str, layers: int) -> Strategy:
-        """Read a config's strategy: a YAML file's path, YAML on one line, or a text for `parse`."""
+        """Read a config's strategy: the path of a YAML file, YAML on one line, or text for `parse`."""
         if isinstance(text, str) and text.endswith((".yaml", ".yml")):
             return cls.load(text)
         if isinstance(text, str) and text.startswith("{"):
             return from_record(cls, parse_yaml(text))
         if isinstance(text, str) and "<" not in text and Path(text).is_file():
-            raise ValueError(f"{text} is a file: a strategy's file is YAML, and its name ends in .yaml")
+            raise ValueError(f"{text} is a file, but not a strategy: write YAML in a file whose name ends in .yaml")
         return cls.parse(text, layers)
 
     @classmethod

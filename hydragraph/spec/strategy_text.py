@@ -1,4 +1,4 @@
-"""The text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> gpipe".
+"""The text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> zb-h1".
 
     strategy = term { "+" term } [ schedule ]
     term     = [ count "*" ] "<" "tp" int "," "pp" int [ "," "v" int ] ">" [ flags ]  |  "<" stage { "," stage } ">"
@@ -20,10 +20,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.stage_kind import is_budget, recompute_flag
-
-SCHEDULES = ("1f1b", "gpipe", "zb-h1")  # `ir/schedules`
-DEFAULT_SCHEDULE = SCHEDULES[0]  # omitted in texts
 
 _MIXED = "|".join(re.escape(name) for name in SCHEDULES if not name.isalpha())
 _TOKEN = re.compile(_MIXED + r"|[A-Za-z]+|[0-9]*\.[0-9]+|[0-9]+|\S")
@@ -37,11 +35,6 @@ _FLAGS = {
 }
 _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 _SWITCHES = {"s": "sequence_parallel", "o": "offload", "p": "sums_in_pieces"}
-
-
-def planned_schedules(backend: str) -> tuple[str, ...]:
-    """Return the schedules that the planner tries: zb-h1 only without Inductor, which cannot split backwards."""
-    return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
 
 
 def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
@@ -74,7 +67,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return `<tp,pp,v>` (v: `visits`) from device `first` on; remaining layers go to the last stages, one each."""
+    """Return `<tp,pp,v>` (v: `visits`), starting at device `first`; the last stages get one remaining layer each."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
-MOST_SEQUENCES = 100_000  # of a mini-batch; planning for more takes minutes
+MOST_SEQUENCES = 100_000  # in a mini-batch; planning for more takes minutes
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,9 @@ class Workload:
     """A mini-batch of equally long sequences, or sample mini-batches of varying lengths.
 
     Attributes:
-        sequences, length: number of sequences of equal length, and their length in tokens.
-        lengths: length of each sequence in each sample mini-batch, in tokens.
+        sequences: number of equally long sequences.
+        length: their length in tokens.
+        lengths: for each sample mini-batch, its sequences' lengths in tokens.
 
     Example: `Workload(sequences=128, length=2048)`; `Workload(lengths=[[512, 90, 3000], [700, 2048]])`.
     """
@@ -57,7 +58,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens, where T and Q are mean sums of l and l^2 over a mini-batch's lengths l."""
+        """T^2 / Q sequences of Q / T tokens; T and Q are the mini-batches' mean sums of lengths and squared lengths."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

@@ -68,7 +68,7 @@ def sequence_of(
             shift_labels are never shifted.
 
     Returns:
-        The sequence, with contiguous CPU tensors; int64 ids and labels.
+        The sequence as contiguous CPU tensors, with int64 ids and labels.
     """
     own = fields or {}
     brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}

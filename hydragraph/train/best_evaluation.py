@@ -1,4 +1,4 @@
-"""The best evaluation of a run."""
+"""Search for a run's best evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> i
 
 
 def without_improvement(history: Iterable[Metrics], least: float) -> int:
-    """Count the evaluations since the best loss last fell by more than `least`."""
+    """Count the evaluations since the lowest loss last fell by more than `least`."""
     best, count = math.inf, 0
     for metrics in history:
         if metrics.eval_loss is None:

@@ -1,4 +1,4 @@
-"""Callbacks that rank 0 calls during a run: users' objects or loggers."""
+"""Callbacks that rank 0 calls during a run, such as loggers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 
 
 class Callbacks:
-    """Calls the methods in EVENTS on all objects that define them: on_start(config), on_step(metrics),
-    on_evaluate(metrics), on_checkpoint(step, path) and on_end().
+    """Calls on_start(config), on_step(metrics), on_evaluate(metrics), on_checkpoint(step, path) and on_end() on the
+    objects that define these methods.
     """
 
     def __init__(self, objects: Sequence[object] = ()) -> None:
@@ -51,7 +51,7 @@ def load_callback(name: str) -> object:
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon or not module or not attribute:
         raise ValueError(
-            f"callbacks: {name!r} is not an import path: write module:name, such as my_callbacks:Printer, or wandb"
+            f"callbacks: {name!r} is not an import path: write module:name, such as my_callbacks:Printer, or 'wandb'"
         )
     path = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))

@@ -1,4 +1,4 @@
-"""Config of a training run: nested frozen dataclasses with the same fields as the YAML file."""
+"""Config of a training run, as nested frozen dataclasses with the fields of the YAML file."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def _strategies(value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The Hugging Face model to train: a new model, or a model from a local directory.
+    """The Hugging Face model to train: a new model or one from a local directory.
 
     Attributes:
         architecture: name of a transformers class, such as LlamaForCausalLM, for a new model.
-        config: arguments of the architecture's config class; the vocabulary size and the end-of-text id default to the
-            tokenizer's. With `path`, only the settings to change in the directory's config, such as {attention_dropout:
+        config: with `architecture`, arguments of the config class; the vocabulary size and the end-of-text id default
+            to the tokenizer's. With `path`, settings to change in the directory's config, such as {attention_dropout:
             0.0}.
         path: a local directory that `save_pretrained` wrote, instead of `architecture`.
-        weights: a directory with safetensors files; each rank reads only its own part, and no process loads the whole
-            model. The model's class is `architecture`, or the class in the directory's config.
-        dropout: use the dropout probabilities of the model's config in training; false: train without dropout.
-        trust_remote_code: run Python code in the model's directory, with all of your permissions.
+        weights: a directory with safetensors files; each rank reads only its own part, so that no process loads the
+            whole model. The model's class is `architecture`, or the class in the directory's config.
+        dropout: train with the dropout probabilities of the model's config; false: train without dropout.
+        trust_remote_code: run Python code from the model's directory, with all of your permissions.
     """
 
     architecture: str | None = None
@@ -83,15 +83,15 @@ class ModelConfig:
         check_fields(self)
         if (self.path is not None) == (self.architecture is not None or self.weights is not None):
             raise ValueError(
-                "give architecture to train a new model, path to start from a directory, or weights to start from a "
-                "directory without loading the full model into one process"
+                "give 'architecture' to train a new model, 'path' to start from a directory, or 'weights' to start "
+                "from a directory without loading the full model into one process"
             )
         if self.config is not None and not isinstance(self.config, Mapping):
             raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
         if self.config is not None and self.architecture is None and self.path is None:
             raise ValueError(
-                "config cannot change a model from weights: give path instead of weights, or give architecture and a "
-                "complete config"
+                "'config' cannot change a model from 'weights': give 'path' instead of 'weights', or also give "
+                "'architecture' and a complete 'config'"
             )
 
     @property
@@ -104,11 +104,11 @@ class LoraConfig:
     """Low-rank adapters from `peft`, trained while the model's own weights are frozen.
 
     Attributes:
-        r: rank of the matrices.
-        alpha: the adapters' output is scaled by alpha / r.
-        targets: layers that get adapters, given by the last part of their names; "all-linear": all linear layers except
-            the head; None: peft's default for the architecture.
-        rslora: scale the adapters' output by alpha / sqrt(r) instead.
+        r: rank of the adapters' matrices.
+        alpha: the adapters' output is multiplied by alpha / r.
+        targets: layers that get adapters, by the last part of their names. "all-linear": all linear layers except the
+            head; None: peft's default for the architecture.
+        rslora: multiply by alpha / sqrt(r) instead.
         dropout: probability of dropping each input of an adapter.
         dora: also train the magnitudes of the weights' rows.
         modules_to_save: layers that are trained fully and saved with the adapters.
@@ -152,10 +152,10 @@ class SourceConfig(CheckedFields):
         suffixes: suffixes of the files to read from a directory. None: read all record files (.jsonl, .parquet, ...),
             or all text files if the directory has no record files. If some record files are training splits, test and
             validation splits are skipped.
-        format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
-            its completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels
-            that may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`); "auto"
-            detects the format from the first record of each file.
+        format: contents of .jsonl objects and table rows: "text", "chat" (messages), "completion" (a prompt and its
+            completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels that
+            may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`). "auto" detects the
+            format from the first record of each file.
         text_field: the field of a .jsonl object, or the column of a table, that contains the text.
         messages_field: the field that contains a conversation, a list of {role, content}.
         tools_field: the field that contains the tools of a conversation.
@@ -163,7 +163,7 @@ class SourceConfig(CheckedFields):
         completion_field: the field that contains the completion.
         chosen_field: the field that contains the preferred answer.
         rejected_field: the field that contains the rejected answer.
-        max_samples: read at most this number of documents; None: all.
+        max_samples: maximum number of documents to read; None: all.
     """
 
     paths: Texts = ()
@@ -206,7 +206,7 @@ class DataConfig(SourceConfig):
 
     Attributes:
         mixture: several corpora, each with a weight, instead of `paths`.
-        evaluation: corpora to evaluate on, by name. If given, no training documents are held out by default.
+        evaluation: corpora to evaluate on, by name. If given, `heldout` defaults to 0.
         tokenizer: a tokenizer.json or a directory that contains one; None: the tokenizer of `model.path` or
             `model.weights`, or else a new byte-level BPE.
         vocab_size: vocabulary size of a new tokenizer.
@@ -215,15 +215,15 @@ class DataConfig(SourceConfig):
         template_arguments: arguments of the chat template, such as {enable_thinking: false}; the `chat_template_kwargs`
             of a record take precedence.
         train_on: the messages of a conversation that count in the loss: "assistant" (all assistant messages), "last"
-            (only the last assistant message) or "all" messages. With a prompt and a completion, the loss covers the
-            completion.
+            (only the last assistant message) or "all" (all messages). In completion data, only the completion counts.
         tokens_per_step: maximum number of tokens in a mini-batch.
         max_length: maximum number of tokens in a sequence.
-        overlong: what to do with documents longer than `max_length`: "cut" them into several sequences, "drop" them, or
-            "refuse" to train. For preference data, "cut" truncates prompt and answer to `max_length` tokens, and "drop"
-            skips the pair.
-        heldout: fraction of the documents to hold out for evaluation; None: 0.01, or 0 if `evaluation` is given.
-        cache: directory for tokenizers and token files, so that other runs can reuse them; None: the run folder.
+        overlong: treatment of documents longer than `max_length`: "cut" (into several sequences), "drop", or "refuse"
+            (stop with an error). For preference data, "cut" truncates a prompt with its answer to `max_length` tokens,
+            and "drop" skips the pair.
+        heldout: fraction of the training documents to hold out for evaluation; None: 0.01, or 0 if `evaluation` is
+            given.
+        cache: directory in which runs share tokenizers and token files; None: the run folder, without sharing.
     """
 
     mixture: tuple[MixedConfig, ...] = ()
@@ -272,13 +272,13 @@ class DataConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An elementwise optimizer of torch.optim and its settings; None means the optimizer's default.
+    """An elementwise optimizer of torch.optim and its settings; None selects the optimizer's default.
 
     Attributes:
         name: name of the optimizer class, such as AdamW or SGD.
         lr: the peak learning rate.
-        weight_decay: weight decay of matrices; biases and norm weights do not decay.
-        betas, eps, momentum: argument of the optimizer class.
+        weight_decay: weight decay of matrices; biases and norm weights are not decayed.
+        betas, eps, momentum: arguments of the optimizer class.
     """
 
     name: str = "AdamW"
@@ -307,10 +307,10 @@ class ScheduleConfig:
     Attributes:
         warmup: number of steps over which the learning rate rises linearly to its peak.
         decay: decay of the learning rate after the warm-up: "cosine", "linear", "constant" (no decay), or "wsd"
-            (warm-up, stable, decay), which stays at the peak and falls linearly at the end.
+            (warm-up, stable, decay), which keeps the peak rate and decays linearly at the end.
         min_lr_ratio: final learning rate, as a fraction of the peak.
         warmup_ratio: length of the warm-up as a fraction of all steps, instead of `warmup`.
-        decay_ratio: length of the decay of "wsd" as a fraction of all steps; None: 0.1.
+        decay_ratio: with "wsd", length of the decay as a fraction of all steps; None: 0.1.
     """
 
     warmup: Count = 0
@@ -324,13 +324,13 @@ class ScheduleConfig:
         if self.warmup_ratio is not None and self.warmup:
             raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
         if self.decay_ratio is not None and self.decay != "wsd":
-            raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
+            raise ValueError(f"decay_ratio is {self.decay_ratio}, but decay is {self.decay!r}: set decay to 'wsd'")
 
     def warmup_of(self, steps: int) -> int:
         return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
     def stable_until(self, steps: int) -> int:
-        """Return the last step with the peak learning rate in a run of `steps` steps."""
+        """Return the last step at the peak learning rate, in a run of `steps` steps."""
         warmed = max(self.warmup_of(steps), 1)
         if self.decay != "wsd":
             return warmed
@@ -344,9 +344,9 @@ class CheckpointConfig:
 
     Attributes:
         asynchronous: copy the state to CPU memory and write it while training continues.
-        pieces: additional checkpoint locations near the ranks, for a quick recovery after a rank is lost; null: only
+        pieces: additional places for checkpoints, near the ranks, for a quick recovery after a rank is lost; null: only
             the run folder.
-        every: steps between checkpoints in pieces.
+        every: interval, in steps, at which the pieces are saved.
     """
 
     asynchronous: bool = False
@@ -367,17 +367,17 @@ class PlanConfig:
     """How the strategy of each step is chosen.
 
     Attributes:
-        choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
-        profile: a file that `hydragraph profile` wrote. None: costs come from the datasheets of `cluster`; without
-            `cluster`, strategies are compared by rough estimates.
-        cluster: a cluster file, for devices of several types; a profile must contain all of them (`hg.Profile.merge`).
-            None: all devices have the measured type.
-        health: a file with the slowdowns of ranks; needs `cluster` and `profile`. None: all devices are healthy.
-        ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
+        choose: run each step with the strategy whose expected time is shortest, instead of alternating.
+        profile: a file that `hydragraph profile` wrote. None: costs come from the datasheets of the devices in
+            `cluster`; without `cluster`, they are rough estimates.
+        cluster: a cluster file, for devices of several types; a profile must cover all types (`hg.Profile.merge`).
+            None: all devices are of the profile's type.
+        health: a file with slowdowns of ranks; needs `cluster` and `profile`. None: all devices are healthy.
+        ahead: number of mini-batches to plan in advance; 0: plan each mini-batch when its step begins.
         workers: number of planning processes.
-        gain: use a single strategy if choosing one for each step would save less than this fraction of the time.
+        gain: use a single strategy if choosing a strategy for each step would save less than this fraction of the time.
         sample: number of mini-batches on which `gain` is evaluated and for which "auto" proposes strategies.
-        patience_s: seconds that a step waits for its plan before it uses a quick one.
+        patience_s: maximum seconds that a step waits for its plan; after this, a quickly computed plan is used.
     """
 
     choose: bool = False
@@ -393,33 +393,33 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.health is not None and None in (self.cluster, self.profile):
-            raise ValueError(f"health is {self.health!r}, but needs a cluster and a profile: give both")
+            raise ValueError(f"health is {self.health!r}, which needs cluster and profile: set both")
         if self.cluster is not None and not self.choose:
-            raise ValueError(f"cluster is {self.cluster!r}, but is used only with choose: set choose: true")
+            raise ValueError(f"cluster is {self.cluster!r}, but has no effect without choose: set 'choose: true'")
 
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """How a run reacts to ranks that are lost, join, or are slower than others.
+    """How a run reacts when ranks are lost, join or become slow.
 
-    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. So
-    does a run in which `strategies: auto` measures the devices, unless a launcher starts each rank.
+    With `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. The same holds
+    if `strategies: auto` measures the devices, unless a launcher starts each rank.
 
     Attributes:
-        copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: after
-            the loss of a rank, all ranks return to the newest checkpoint.
+        copies: number of owners of each part of the state. 2: if a rank is lost, only the current step is repeated; 1:
+            all ranks return to the newest checkpoint.
         spares: number of processes that wait to replace a lost rank.
         min_ranks: minimum number of ranks; with fewer, the run saves a checkpoint and ends. 0: a lost rank ends the
-            run; null: 1 if elastic training is enabled.
+            run; null: 1 if other settings make the run survive lost ranks.
         rejoin: start a new process to replace a lost rank; the process joins between two steps.
         monitor: measure the speed of every rank, and write to `events.jsonl` which ranks are slow, by how much and
             since when.
-        replan: plan again in the background when ranks become slow or steps take longer or shorter than expected, and
-            switch if the new plan pays off; needs `strategies: auto` without `plan.cluster`, or `plan` with `choose`
-            and a profile, and implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
-        dry_run: report decisions without switching.
-        enter, leave: a rank becomes slow when it takes `enter` times as long as its peers, and recovers when it takes
-            less than `leave` times as long.
+        replan: plan again in the background when ranks become slow or step times differ from the expected times, and
+            switch if the new plan pays off. Needs `strategies: auto` without `plan.cluster`, or `plan` with `choose`
+            and a profile; implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
+        dry_run: report decisions, but do not carry them out.
+        enter: a rank counts as slow when it takes this many times as long as its peers.
+        leave: a slow rank counts as recovered when it takes less than this many times as long as its peers.
     """
 
     copies: int = 1
@@ -453,55 +453,53 @@ class TrainConfig:
     Attributes:
         model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
         adapter: train only adapters, and save them in the format of `peft`; None: train all weights.
-        callbacks: objects or classes, as "module:name", that define any of on_start(config), on_step(metrics),
-            on_evaluate(metrics), on_checkpoint(step, path) and on_end(), which are called on rank 0. "wandb" logs to
-            Weights & Biases.
+        callbacks: objects or classes, as "module:name". Rank 0 calls these methods, if they are defined:
+            on_start(config), on_step(metrics), on_evaluate(metrics), on_checkpoint(step, path) and on_end(). "wandb"
+            logs to Weights & Biases.
         objective: loss for pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
-            {simpo: {...}} or {orpo: {...}}, or only the name, for the default settings; None: predict the next token.
+            {simpo: {...}} or {orpo: {...}}. The name alone selects the default settings. None: predict the next token.
         strategies: one or more strategies, each as text such as "<tp2,pp1> + <tp1,pp2>", as the path of a YAML file, or
-            as YAML. Steps alternate between the strategies, or use the best one for each step (`plan.choose`). "auto"
+            as YAML. Steps alternate between the strategies; with `plan.choose`, each step uses the best one. "auto"
             measures the devices, or reads `plan.profile` or `plan.cluster`, and plans strategies for the devices and
             the data.
-        home: the owners of the weights and the optimizer's state: "auto" (the ranks that exchange the state fastest),
-            "stages" (the ranks that compute a block), "equal" (equal shares), a text such as "3,3,1,0 copies=2", or
-            {shares: [3, 3, 1, 0], copies: 2}.
+        home: the owners of the weights and the optimizer's state: "auto" (chosen for the fastest exchange of state),
+            "stages" (the ranks that compute a block own its state), "equal" (equal shares), a text such as "3,3,1,0
+            copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
         steps: number of mini-batches to train on; 0: train for `epochs`.
         epochs: number of passes over the data, instead of `steps`; 0: train for `steps`.
-        ranks: number of local processes to start, unless a launcher such as torchrun has started them.
+        ranks: number of local processes to start, unless a launcher such as torchrun starts them.
         max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: no clipping.
-        label_smoothing: smoothing of the targets, from 0 to below 1, as in `torch.nn.functional.cross_entropy`; applies
-            to evaluations as well.
+        label_smoothing: smoothing of the targets in training and evaluation, from 0 to below 1, as in
+            `torch.nn.functional.cross_entropy`.
         dtype: dtype of the computation; weights and optimizer state are always float32.
         backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
             elsewhere.
         device: "cpu" or "cuda"; None: a GPU if available.
-        check: "auto" compares the captured graphs with the model on short sequences before the first step, once for
-            each kind of block; "full" compares every block; "off" skips the comparison.
+        check: "auto" compares the captured graph of each kind of block with the model on short sequences before the
+            first step; "full" compares every block; "off" skips the comparison.
         compiled: a folder that `hydragraph compile` wrote for this config; the run starts from it without tracing.
-        trust: also load Inductor's compiled code from the folder `compiled`; this code runs with all of your
-            permissions.
+        trust: also load Inductor's compiled code from `compiled`; this code runs with all of your permissions.
         seed: random seed for the weights of a new model, the order of the data, and dropout.
-        evaluate_every: steps between evaluations on the held-out documents and on `data.evaluation`; the run also
-            evaluates after its last step. 0: never.
-        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data; the last
-            one is at the end of the pass.
-        evaluate_batches: number of mini-batches (of `data.tokens_per_step` tokens) that an evaluation reads from each
-            corpus.
-        checkpoint_every: steps between checkpoints; the run also saves one after its last step. 0: only after the last
-            step.
+        evaluate_every: evaluate on the held-out documents and on `data.evaluation` after every `evaluate_every` steps,
+            and after the last step; 0: never.
+        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data, the last
+            one at the end of the pass.
+        evaluate_batches: number of mini-batches, of `data.tokens_per_step` tokens, in an evaluation on each corpus.
+        checkpoint_every: save a checkpoint after every `checkpoint_every` steps, and after the last step; 0: only after
+            the last step.
         checkpoint_per_epoch: instead of `checkpoint_every`, the number of checkpoints in each pass over the data.
-        keep: number of the newest checkpoints to keep.
-        keep_best: also keep the checkpoint with the lowest evaluation loss (on the held-out documents, or else on the
-            first corpus of `data.evaluation`), and export the run's `model` from this checkpoint.
+        keep: number of most recent checkpoints to keep.
+        keep_best: also keep the checkpoint with the lowest loss on the held-out documents (without any, on the first
+            corpus of `data.evaluation`), and export the run's `model` from this checkpoint.
         patience: stop the run after this number of consecutive evaluations without a lower loss; None: do not stop
             early.
         min_improvement: smallest decrease of the loss that counts as an improvement for `patience`.
-        grace_s: time limit in seconds for finishing the current step and saving, once the run is asked to stop
-            (SIGTERM, Ctrl-C).
-        progress_s: if ranks wait for this number of seconds and no rank makes progress, all ranks fail with a report.
+        grace_s: after a request to stop (SIGTERM, Ctrl-C), maximum seconds for finishing the current step and saving.
+        progress_s: if ranks wait and no rank makes progress for this many seconds, all ranks fail with a report.
         deterministic: compute bit-identical results for any number of ranks, any pipelines and any home, even if ranks
-            are lost; slower.
-        push_dtype: dtype in which gradients are sent to their owners, float32 or bfloat16; the owners add them in fp32.
+            are lost (slower).
+        push_dtype: dtype in which gradients are sent to their owners, float32 or bfloat16; the owners add gradients in
+            fp32.
         output: the run folder.
     """
 
@@ -547,7 +545,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._set("strategies", _strategies(self.strategies))
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            self._set("epochs", None)  # 0: `steps` sets the length
+            self._set("epochs", None)  # with 0 epochs, `steps` sets the length
         if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
             self._set("check", "off")
         check_fields(self)
@@ -556,7 +554,7 @@ class TrainConfig:
         self._check_determinism()
         self._check_data()
         self._check_ranks()
-        callbacks: object = self.callbacks  # None or a list from YAML
+        callbacks: object = self.callbacks  # YAML may yield None or a list
         self._set("callbacks", () if callbacks in (None, (), []) else check_texts("callbacks", callbacks))
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give a seed below 2**63")
@@ -596,8 +594,8 @@ class TrainConfig:
     def _check_determinism(self) -> None:
         if self.deterministic and self.backend == "inductor":
             raise ValueError(
-                "deterministic cannot be combined with backend inductor, whose code depends on the sizes of earlier "
-                'batches: set backend to "eager"'
+                "deterministic cannot be combined with backend 'inductor', whose code depends on the sizes of earlier "
+                "batches: set backend to 'eager'"
             )
         if self.deterministic and self.push_dtype != "float32":
             raise ValueError(f"push_dtype is {self.push_dtype}, which is not deterministic: leave push_dtype out")
@@ -640,16 +638,18 @@ class TrainConfig:
         if elastic.min_ranks is not None and elastic.min_ranks > self.ranks > 1:
             raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, but ranks is {self.ranks}: lower min_ranks")
         if self.automatic and len(self.strategies) > 1:
-            raise ValueError("strategies: auto cannot be combined with other strategies: remove auto, or the others")
+            raise ValueError("'strategies: auto' cannot be combined with other strategies: remove 'auto' or the others")
         if self.automatic and not self.plan.choose:
             self._set("plan", replace(self.plan, choose=True))
         if elastic.replan and not self.measures and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
-                "elastic.replan needs measured costs: set strategies: auto without plan.cluster, or plan: {choose: "
-                "true, profile: profile.json} with a file that hydragraph profile wrote"
+                "elastic.replan needs measured costs: set 'strategies: auto' without plan.cluster, or 'plan: {choose: "
+                "true, profile: profile.json}' with a file that hydragraph profile wrote"
             )
         if elastic.dry_run and not self.replans:
-            raise ValueError("elastic: dry_run has no effect without replan: also set replan, or leave dry_run out")
+            raise ValueError(
+                "elastic.dry_run has no effect without elastic.replan: also set elastic.replan, or leave dry_run out"
+            )
 
     @property
     def evaluates(self) -> bool:
@@ -684,7 +684,7 @@ class TrainConfig:
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read a config from YAML text, and apply overrides as `load` does.
+        """Read a config from YAML text, and apply overrides like `load`.
 
         Raises:
             ValueError: a field is unknown, missing or invalid.

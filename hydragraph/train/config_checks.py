@@ -61,7 +61,7 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
         name = type(model).__name__
         raise ValueError(f"model.architecture: {name} has no language model head: use a class such as LlamaForCausalLM")
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    # If keys come from a smaller projection (DeepSeek), the number of key heads is meaningless.
+    # If keys are computed from a smaller projection (DeepSeek), num_key_value_heads has no meaning.
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
     if projected and heads and groups and heads % groups:
         raise ValueError(
@@ -77,7 +77,7 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _size(config: object, name: str) -> int | None:
-    """Return a size from a model's config; None if the size is missing or differs between layers."""
+    """Return a size from a model's config, or None if the size is missing or differs between layers."""
     try:
         size = getattr(config, name, None)
     except RuntimeError:
@@ -87,7 +87,7 @@ def _size(config: object, name: str) -> int | None:
 
 def _check_device(device: str | None) -> None:
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-        raise ValueError(f"device {device!r}: use cpu, or cuda, which gives each rank its own GPU")
+        raise ValueError(f"device {device!r}: use 'cpu', or 'cuda', which gives each rank its own GPU")
 
 
 def _check_optimizer(config: TrainConfig) -> None:
@@ -97,7 +97,7 @@ def _check_optimizer(config: TrainConfig) -> None:
     factory = optimizer_factory(config.optimizer, model)
     try:
         check_elementwise(call_factory(factory, [("weight", weight)]))
-    except Unsupported:  # the error names the optimizer
+    except Unsupported:  # this error already names the optimizer
         raise
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {config.optimizer.name}: {error}") from error
@@ -136,7 +136,7 @@ def remarks(
     batches: MiniBatches | Mixture,
     steps: int,
 ) -> Iterator[str]:
-    """Yield a sentence for each setting that may be unintended."""
+    """Yield a remark on each setting that may be unintended."""
     tokens = batches.tokens
     if config.schedule.warmup >= steps:
         warmup = f"schedule.warmup is {config.schedule.warmup}, but the run has only {steps} steps"

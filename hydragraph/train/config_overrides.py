@@ -1,4 +1,4 @@
-"""Overrides of a config's fields, such as "optimizer.lr=1e-3", and differences between two configs."""
+"""Overrides of config fields, such as "optimizer.lr=1e-3", and differences between two configs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _short(value: object) -> str:
 def overridden(config: Config, texts: Sequence[str]) -> Config:
     """Return the config with every "section.field=value" applied; values are YAML.
 
-    An override of one field in `_PAIRS` removes the other field of the pair, unless the overrides set both.
+    The fields of a pair in `_PAIRS` exclude each other: an override of one removes the other.
     """
     data = to_record(config)
     names = {text.partition("=")[0].strip() for text in texts}
@@ -61,7 +61,7 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
         if read and (other := _ALTERNATIVES.get(".".join(keys))) and other not in names:
             _remove(data, other.split("."))
         if _put(data, keys, read):
-            # An earlier override may have set the section to a short form, such as a string.
+            # An earlier override may have set the section in a short form, such as a string.
             with suppress(ValueError):
                 data = to_record(from_record(type(config), data))
             if hurdle := _put(data, keys, read):
@@ -87,7 +87,7 @@ def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
 
 
 def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
-    """Set data[keys[0]][keys[1]]...; return why this is impossible, such as "steps is 6", or ""."""
+    """Set data[keys[0]][keys[1]]...; if this is impossible, return why ("steps is 6"), else ""."""
     at = data
     for i, key in enumerate(keys[:-1]):
         inner = at.get(key)

@@ -35,13 +35,13 @@ _TOKENIZER = "tokenizer.json"
 # Python's tests contain files that are broken on purpose.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# Receives the current activity, the number of finished documents, and the finished fraction (0: none, or unknown).
+# Arguments: the activity, the number of finished documents, and the finished fraction (0: none, or unknown).
 Progress = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A prepared corpus; `directory` contains the tokenizer's files and the token files."""
+    """A prepared corpus; `directory` contains the tokenizer and the token files."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -62,13 +62,13 @@ class Tokens:
 
 
 _NO_TEXT = (
-    "the corpus holds no text: check data.paths, data.suffixes and data.text_field, and that the files are UTF-8, "
-    "because other documents are skipped"
+    "the corpus holds no text: check data.paths, data.suffixes and data.text_field; documents that are not UTF-8 are "
+    "skipped"
 )
 
 
 def check_data(config: TrainConfig) -> None:
-    """Check every file's first record, the tokenizer and its chat template."""
+    """Check the first record of every file, the tokenizer and the chat template."""
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
@@ -83,8 +83,8 @@ def check_data(config: TrainConfig) -> None:
         raise ValueError(_NO_TEXT)
     if "preference" in holds and config.objective is None:
         raise ValueError(
-            "the data has pairs of answers (chosen, rejected): set objective: {dpo: {beta: 0.1}}; to train only on the "
-            "preferred answers, set data.format: completion and data.completion_field: chosen"
+            "the data has pairs of answers (chosen, rejected): set 'objective: {dpo: {beta: 0.1}}'; to train only on "
+            "the preferred answers, set data.format to 'completion' and data.completion_field to 'chosen'"
         )
     existing = _known_tokenizer(config)
     if existing is not None:
@@ -94,8 +94,8 @@ def check_data(config: TrainConfig) -> None:
     template = _template_text(config, existing, "chat" in holds)
     if "chat" in holds and template is None:
         raise ValueError(
-            f"{existing} has no chat template, which conversations need: set data.chat_template to chatml, or to the "
-            "file of a template"
+            f"{existing} has no chat template, which conversations need: set data.chat_template to 'chatml' or to a "
+            "template file"
         )
 
 
@@ -138,7 +138,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """Create the tokenizer and the token files of a run unless they are cached; return their directory.
 
-    If a preparation is interrupted, the next call continues it.
+    If the preparation is interrupted, the next call continues.
 
     Raises:
         ValueError: the corpus or the tokenizer is unusable.
@@ -157,7 +157,7 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
         check_data(config)
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
-        except ValueError:  # the partial files are useless once the user changes the data
+        except ValueError:  # the user must change the data, so the partial files are useless
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
@@ -262,7 +262,7 @@ def _read_template(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise ValueError(
-            f"data.chat_template: {path} does not exist: give a template file, chatml, or the template itself"
+            f"data.chat_template: {path} does not exist: give a template file, 'chatml', or the template itself"
         )
     try:
         return path.read_text(encoding="utf-8")
@@ -277,9 +277,9 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
-    """Return the minimum vocabulary size of a run's model and the end-of-text id, without preparing the data.
+    """Return the model's minimum vocabulary size and the end-of-text id, without preparing the data.
 
-    Return None if the tokenizer is not trained yet.
+    Return None if the tokenizer must be trained first.
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
@@ -293,7 +293,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Verify the token files; a ValueError names the damaged file, which must be deleted."""
+    """Verify the token files; if one is damaged, raise a ValueError that names it."""
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
         file = TokenFile.open(directory / name)
@@ -316,7 +316,7 @@ def _is_whole(directory: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Create the directory, and lock it during the block."""
+    """Create a directory, and lock it during the block."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -331,7 +331,9 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return an endless stream of training mini-batches; with `overlong: refuse`, a long document raises ValueError."""
+    """Return an endless stream of training mini-batches; if `overlong` is "refuse", raise ValueError for long
+    documents.
+    """
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -359,7 +361,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
         raise ValueError(
             f"{placed.place}: {file.lengths[first]} tokens, but data.max_length is {data.max_length} "
             f"({len(longer)} of {len(file)} documents are too long): raise data.max_length, or set data.overlong to "
-            "cut or drop"
+            "'cut' or 'drop'"
         )
 
 
@@ -388,7 +390,7 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
     """Return the number of training steps: `steps`, or the number of mini-batches in `epochs` passes over the data.
 
     Args:
-        batches: stream at its first mini-batch; the stream is consumed.
+        batches: new stream of mini-batches, which this function consumes.
     """
     if config.epochs is None:
         return config.steps
@@ -401,10 +403,10 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
 
 
 def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> frozenset[int]:
-    """Divide each epoch into `parts` equal parts, and return the steps that complete a part.
+    """Divide each epoch into `parts` equal parts; return the steps at which a part ends.
 
     Args:
-        batches: stream at its first mini-batch; the stream is consumed.
+        batches: new stream of mini-batches, which this function consumes.
     """
     complete = set[int]()
     drawn = 0
@@ -462,7 +464,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # Without `max_samples`, the key equals that of older versions.
+        # Without `max_samples`, keep the keys of older versions.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, source in _token_files(data).items()
     ]

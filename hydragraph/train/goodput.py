@@ -4,7 +4,7 @@ If a run trains n tokens between the ends of two logged steps, and undisturbed s
 
     time between the ends  =  time at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
 
-If the interval has a pause, the rest is lost work; otherwise, it is the extra time due to missing or slow ranks. A step
+The rest is lost work if the interval has a pause; otherwise, it is the extra time due to missing or slow ranks. A step
 is undisturbed if no rank is missing or slow and no pause occurs.
 """
 
@@ -20,12 +20,12 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 @dataclass(frozen=True)
 class WallTime:
-    """Parts of a run's wall time, which add up to `seconds`.
+    """A run's wall time and its parts, whose sum is `seconds`.
 
     Attributes:
-        seconds: time from the end of the first step to the end of the last, without the time between sessions.
-        rate: tokens per second of undisturbed steps; 0: unknown.
-        lost_s: time of repeated work, and time until failures were detected.
+        seconds: time from the end of the first step to the end of the last step, without the time between sessions.
+        rate: tokens per second in undisturbed steps; 0: unknown.
+        lost_s: time for repeated work and for the detection of failures.
         slower_s: extra time compared with undisturbed steps; negative if the steps were faster.
     """
 
@@ -46,7 +46,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Achieved fraction of the undisturbed rate; None if the undisturbed rate is unknown."""
+        """Fraction of `seconds` at full speed; None if the undisturbed rate is unknown."""
         return self.full_s / self.seconds if self.rate else None
 
 
@@ -63,7 +63,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
     """Split the wall time of a run; return None if fewer than two steps have an end time.
 
     Args:
-        rate: tokens per second of another, undisturbed run; None: the rate of this run's undisturbed steps.
+        rate: tokens per second of an undisturbed run; None: measure this rate in the run's undisturbed steps.
     """
     gaps = list(_gaps(metrics, events))
     seconds = sum(gap.seconds for gap in gaps)
@@ -95,7 +95,7 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_G
     stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
-            continue  # a new leader's clock may differ
+            continue  # the clock of a new leading rank may differ
         broken = any(since < end and till >= begin for since, till in pauses)
         away_s, paused_s = (_overlap(begin, end, intervals) for intervals in (stops, pauses))
         yield _Gap(end - begin - away_s, tokens, paused_s, broken, not broken and _undisturbed(events, end))
@@ -126,7 +126,7 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
         elif event.event == "recovered":
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
-            slow.clear()  # ranks are numbered and measured again
+            slow.clear()  # ranks are renumbered and measured again
     return not missing and not slow
 
 

@@ -1,4 +1,4 @@
-"""Export of a trained model as a directory for `from_pretrained` of `transformers`."""
+"""Export of a trained model as a directory for transformers' `from_pretrained`."""
 
 from __future__ import annotations
 

@@ -87,10 +87,10 @@ def train(
 
     Args:
         trace: record the first steps for Perfetto.
-        stopping: stop requests; a request on any rank makes all ranks save and return.
+        stopping: stop requests; if any rank receives one, all ranks save and return.
 
     Raises:
-        ValueError: a mistake in the config, the data or the folder.
+        ValueError: the config, the data or the folder is invalid.
         OSError: a file cannot be written; the last checkpoint remains valid.
         FloatingPointError: a loss or gradient is not finite; the weights are not updated.
     """
@@ -135,8 +135,8 @@ class _RunInputs:
     """Inputs of a run, built by every rank.
 
     Attributes:
-        config: the config, with epochs converted to steps.
-        reference: scores of answers under the model before training, possibly incomplete; None: not needed.
+        config: the config, with `epochs` converted to `steps`.
+        reference: scores of answers under the model before training, possibly incomplete; None if not needed.
     """
 
     config: TrainConfig
@@ -188,7 +188,7 @@ def _session(
     owned: ExitStack,
 ) -> RunOutcome:
     leader = watcher if world.rank == 0 else None
-    ranks = world.ranks if (member := here()) is None else member.ranks  # fewer may have arrived
+    ranks = world.ranks if (member := here()) is None else member.ranks  # `world` may have fewer at first
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
@@ -231,7 +231,7 @@ def _session(
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        alone = world.ranks == 1  # with a single rank, there is no other plan or owner
+        alone = world.ranks == 1  # a single rank has no other plan, and owns all state
         watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
@@ -273,7 +273,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise epochs")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # so that errors are raised before training
+        evaluation_streams(config, prepared.tokens)  # raises errors before training starts
 
 
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
@@ -350,9 +350,9 @@ def _join_run(
 def _follow(
     run: Run, state: TrainState, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
 ) -> RunOutcome:
-    """Train to the end; if ranks are lost, continue on the remaining and joining ranks."""
+    """Train to the end; if ranks are lost, continue with the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
-    changed = state.done < 0  # this rank is joining
+    changed = state.done < 0  # true if this rank is joining
     while True:
         try:
             ending = ""
@@ -385,10 +385,10 @@ def _follow(
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end and return 0; if a rank is asked to stop, return the reason early."""
+    """Train to the end and return 0; if a rank is asked to stop, stop and return the reason."""
     config = run.config
     executor = run.executor
-    executor.listens = lambda: stopping.signal  # also called during a step
+    executor.listens = lambda: stopping.signal  # called between and during steps
     first = state.done + 1
     for step in range(first, config.steps + 1):
         if stops_after(run, state.done):
@@ -439,11 +439,11 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Start to move a part of the state to its new owners; must be called on all ranks."""
+    """Start to move a part of the state to new owners; must be called on all ranks."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
-    if home is None:  # the leading rank has revoked its request
+    if home is None:  # the leading rank no longer requests a move
         return
     run.executor.rehome(home)
     if following is not None:
@@ -465,7 +465,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         report: StepReport = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # so that the error can name a pending checkpoint
+            run.executor.wait_saved()  # so that the error names the checkpoint that is being written
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step
@@ -518,7 +518,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, which one rank per host prepares; raise ValueError if the hosts' corpora differ."""
+    """Prepare the corpus on one rank per host, and return it; raise ValueError if the corpora differ."""
     watched = watcher.preparing
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))

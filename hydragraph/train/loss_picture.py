@@ -32,8 +32,8 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw a PNG file: the losses, colored by strategy, and below them the events and pauses of the run."""
-    # pyplot would change the user's backend.
+    """Draw the losses, colored by strategy, above the run's events and pauses, as a PNG file."""
+    # pyplot would change the user's matplotlib backend.
     from matplotlib.figure import Figure
 
     shown = [event for event in events if event.event in _SIGNS and event.done]
@@ -58,7 +58,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Smooth a curve by weighted means over neighbors, with weights `weight`^distance."""
+    """Smooth a curve by means over neighbors, with weights `weight`^distance."""
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))

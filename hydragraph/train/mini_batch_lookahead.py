@@ -1,4 +1,4 @@
-"""Mini-batches read ahead of training."""
+"""Mini-batches that are read in advance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
     Attributes:
-        position: position of the source after the last returned mini-batch.
+        position: state of the source after the last returned mini-batch.
     """
 
     def __init__(self, source: MiniBatches | Mixture, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:

@@ -21,7 +21,7 @@ from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, Trai
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
-# Names of dropout rates in model configs, except the rates of classification and summary heads.
+# Names of dropout rates in model configs, except those of classification and summary heads.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_version", "dtype"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -35,7 +35,7 @@ def captured_loss(config: TrainConfig) -> dict[str, Any]:
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Add the adapters of a config to a model; their initial weights are equal in every process.
+    """Add the adapters of a config to a model, with equal initial weights in every process.
 
     Raises:
         ValueError: a target does not exist, or peft rejects a setting.
@@ -67,13 +67,13 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
     except ValueError as error:
         linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(
-            f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or all-linear"
+            f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or to 'all-linear'"
         ) from error
     return peft_model
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Raise ValueError for names of layers that the model does not have; peft may ignore them."""
+    """Raise ValueError if the model does not have a named layer, because peft may ignore the name."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -84,12 +84,12 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    """Return the model with fp32 weights, which are equal in every process.
+    """Return the model with fp32 weights that are equal in every process.
 
     Args:
-        vocabulary: exclusive upper bound of token ids, and the default of `vocab_size`.
-        end_of_text: the default of `eos_token_id`.
-        seed: seed of new weights; the global random generator is not changed.
+        vocabulary: exclusive upper bound of token ids; the default of `vocab_size`.
+        end_of_text: default of `eos_token_id`.
+        seed: seed of new weights; the global random generators are unchanged.
 
     Raises:
         ValueError: transformers has no such class or setting, or the vocabulary is too small.
@@ -112,7 +112,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the positive dropout rates by config field; if there are none, the largest rate of the modules."""
+    """Return the config's positive dropout rates by field; without any, the largest rate of the dropout modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
@@ -120,14 +120,14 @@ def dropout_rates(model: Any) -> dict[str, float]:
 
 
 def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:
-    """Return the model on the meta device; arguments as for `build_model`."""
+    """Return the model on the meta device; see `build_model` for the arguments."""
     with torch.device("meta"):
         if config.architecture is not None:
             settings = model_config(config, vocabulary, end_of_text)
             try:
                 model: nn.Module = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
-                first = str(error).partition("\n")[0]  # a C++ location follows the first line
+                first = str(error).partition("\n")[0]  # the other lines are a C++ location
                 raise ValueError(
                     f"model.config: {config.architecture} cannot be built with these settings and a vocabulary of "
                     f"{vocabulary}: {type(error).__name__}: {first}"
@@ -143,7 +143,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
 
 
 def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
-    """Raise ValueError if a model has fewer tokens than the tokenizer."""
+    """Raise ValueError if the model's vocabulary is smaller than the tokenizer's."""
     size = getattr(model.config, "vocab_size", None)
     if isinstance(size, int) and size < vocabulary:
         where, way = "model.config.vocab_size", f"set it to at least {vocabulary}"
@@ -161,7 +161,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     architecture = _model_class(str(config.architecture))
     kind = architecture.config_class
     _check_names(kind, settings, architecture)
-    # The class's defaults would be ids of ordinary tokens.
+    # The defaults of the config class may be ids of ordinary tokens.
     defaults = {
         "vocab_size": vocabulary,
         "bos_token_id": end_of_text,
@@ -192,7 +192,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=bool(config.config),
         )
-    # transformers would initialize missing tensors, and skip unexpected ones.
+    # transformers silently initializes missing tensors and skips unexpected ones.
     kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
     other = sorted({str(key) for kind in kinds for key in loaded[kind]})
     if config.path is not None and config.config and other:
@@ -251,10 +251,10 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{where}: the model needs its own Python code (auto_map in config.json), which is not run by default: "
-                "use a model class of transformers, or review the code and set model.trust_remote_code: true"
+                "use a model class of transformers, or review the code and set 'model.trust_remote_code: true'"
             ) from error
         if config.trust_remote_code:
-            raise  # the directory's code may have raised it
+            raise  # the error may be from the directory's code
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"{where}: transformers cannot read it ({said}): name a complete directory that save_pretrained wrote"
@@ -298,7 +298,7 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
-    """Reject settings that transformers would ignore: undeclared ones that the model does not read either."""
+    """Reject settings that neither the config class declares nor the model reads; transformers would ignore them."""
     if not is_dataclass(kind):
         return
     read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))

@@ -19,13 +19,14 @@ Scale = Annotated[float, _check_scale]
 
 @dataclass(frozen=True)
 class DpoConfig(CheckedFields):
-    """Direct preference optimization (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
+    """Direct preference optimization (Rafailov et al., 2023, eq. 7): -log sigmoid of the reward difference.
 
     The reward of an answer is beta * (log p - log p_ref), where p_ref is the probability before training.
 
     Attributes:
-        beta: strength of the pull toward the reference model; a smaller value lets the model move further away from it.
-        label_smoothing: the assumed fraction of pairs whose answers were swapped (conservative DPO).
+        beta: strength of the pull toward the model before training; with a smaller value, the model can move further
+            away.
+        label_smoothing: assumed fraction of pairs with swapped labels (conservative DPO).
     """
 
     beta: Scale = 0.1
@@ -34,9 +35,9 @@ class DpoConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class SimpoConfig(CheckedFields):
-    """Simple preference optimization (Meng et al., 2024, eq. 6): rewards per token, without a reference.
+    """Simple preference optimization (Meng et al., 2024, eq. 6): rewards per token, without a reference model.
 
-    The reward of an answer is beta / tokens * log p. The reward of the preferred answer should be higher by gamma.
+    The reward of an answer is beta * log p / tokens. The preferred answer's reward should be higher by gamma.
 
     Attributes:
         beta: scale of the rewards.
@@ -49,13 +50,13 @@ class SimpoConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class OrpoConfig(CheckedFields):
-    """Odds ratio preference optimization (Hong et al., 2024, eq. 6): cross-entropy of the preferred answer + odds
-    ratio.
+    """Odds ratio preference optimization (Hong et al., 2024, eq. 6): cross-entropy of the preferred answer plus
+    odds-ratio loss.
 
     The odds of an answer are p / (1 - p), where p is the geometric mean of the answer's token probabilities.
 
     Attributes:
-        weight: weight of the odds-ratio loss, which is added to the cross-entropy; lambda in the paper.
+        weight: weight of the odds-ratio loss (lambda in the paper).
     """
 
     weight: Number = 0.1
@@ -66,11 +67,11 @@ PairLoss = DpoConfig | SimpoConfig | OrpoConfig
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A loss that compares a preferred answer with a rejected one: set exactly one field, or give only its name.
+    """A loss that compares a preferred with a rejected answer. Set exactly one field, or give only the field's name.
 
     Attributes:
-        dpo: direct preference optimization, relative to the model before training.
-        simpo: simple preference optimization, without a reference.
+        dpo: direct preference optimization, with the model before training as reference.
+        simpo: simple preference optimization, without a reference model.
         orpo: odds ratio preference optimization, which also fine-tunes on the preferred answers.
     """
 

@@ -18,7 +18,7 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
-    """Return the optimizer factory for `hydragraph.compile`; on a GPU, AdamW is `hydragraph.AdamW`.
+    """Return the optimizer factory for `hydragraph.compile`; on a GPU, `hydragraph.AdamW` replaces AdamW.
 
     Raises:
         ValueError: torch.optim has no such class, or the class has no such setting.
@@ -51,7 +51,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return how many bytes the fp32 weight and the optimizer state take per element."""
+    """Return the bytes that the fp32 weight and the optimizer state take per element."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     model = nn.Module()
@@ -66,7 +66,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of a step (1 to `steps`); the warm-up ends at `peak`."""
+    """Return the learning rate of step 1 to `steps`; the warm-up ends at `peak`."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup

@@ -1,4 +1,6 @@
-"""Steps and evaluations on pairs of answers: a step scores the answers, then trains with weighted token losses."""
+"""Training steps and evaluations on pairs of answers. A step scores the answers, then trains with weighted token
+losses.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class PairReport(StepReport):
     """Report of a step on pairs.
 
     Attributes:
-        pairs: `PairResult.figures`, and `scoring_s`, the seconds of scoring.
+        pairs: `PairResult.figures`, and the time of scoring in seconds (`scoring_s`).
     """
 
     pairs: Mapping[str, float] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class PairedSteps:
         self.executor.announce(_weighted(sequences, [1.0] * len(sequences)))
 
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
-        """Train on a mini-batch; a FloatingPointError leaves the weights unchanged."""
+        """Train on a mini-batch; after a FloatingPointError, the weights are unchanged."""
         began = time.perf_counter()
         pairs = self.evaluate(sequences, strategy)
         scoring_s = time.perf_counter() - began
@@ -52,7 +54,7 @@ class PairedSteps:
         return PairReport(**{**step_fields, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
-        """Return a mini-batch with the loss weights of a run's first step, in which scores equal reference scores."""
+        """Return a mini-batch with the loss weights of a run's first step, whose scores equal the reference scores."""
         scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
         scored = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
         return _weighted(scored, self.evaluate(scored, None).weights)

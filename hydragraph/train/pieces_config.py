@@ -1,4 +1,4 @@
-"""Config of checkpoint pieces, which are stored near the ranks."""
+"""Config of checkpoint pieces."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from hydragraph.train.field_checks import check_fields
 
 @dataclass(frozen=True)
 class PiecesConfig:
-    """Locations near the ranks where the state is also saved, in pieces, in addition to checkpoints in the run folder.
+    """Places near the ranks where the state is saved in pieces, in addition to checkpoints in the run folder.
 
-    After a rank is lost, each rank reads its part from the nearest location that has it: its memory, its machine's
-    disk, another machine, or the shared directory (AutoHet, "accelerated recovery").
+    After a rank is lost, each rank reads the pieces it needs from the nearest place that has them: its own memory, its
+    machine's disk, another machine, or the shared directory (AutoHet, "accelerated recovery").
 
     Attributes:
-        local: a directory on each machine's own disk; `~` and environment variables, as in $SLURM_TMPDIR/pieces, are
-            expanded on each machine. null: none.
-        peers: also store the pieces in each rank's host memory; with AdamW, this takes 24 bytes per parameter that the
-            rank owns.
-        shared: a directory that all machines share, or a URL such as s3://bucket/pieces (s3:// needs s3fs, and
-            gs:// needs gcsfs); null: none.
+        local: a directory on each machine's own disk, or null. `~` and environment variables, as in
+            $SLURM_TMPDIR/pieces, are expanded on each machine.
+        peers: store the pieces in each rank's host memory; with AdamW, this takes 24 bytes per parameter that the rank
+            owns.
+        shared: a directory that all machines share, a URL such as s3://bucket/pieces (s3:// needs s3fs, and gs:// needs
+            gcsfs), or null.
     """
 
     local: str | None = None

@@ -1,4 +1,4 @@
-"""Readers of profiles, costs, lengths and strategies for planning."""
+"""Readers of the planner's inputs: profiles, costs, lengths and strategies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_profile(text: str) -> Profile:
-    """Read a profile, or the entry "name" of a file of published constants, given as constants.json#name."""
+    """Read a profile, or with constants.json#name, the entry "name" of a file of published constants."""
     path, _, name = text.partition("#")
     content = read_object(Path(path), "write a profile with hydragraph profile")
     if "profiles" not in content:
@@ -31,7 +31,7 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None:
-    """Read a profile of identical devices, the measured costs of a cluster, or a cluster with datasheets.
+    """Read a profile of identical devices, the measured costs of a cluster, or an unmeasured cluster.
 
     Raises:
         ValueError: a file is invalid or does not fit the run.
@@ -60,7 +60,7 @@ def read_corrections(path: Path | None) -> Corrections | None:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the sequence lengths above 0 from a token file, or from a text file with one number per line."""
+    """Read positive sequence lengths from a token file, or from a text file with one number per line."""
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
@@ -85,7 +85,7 @@ def _written_lengths(path: Path) -> list[int]:
 
 
 def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
-    """Read strategies of regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>"."""
+    """Read strategies whose pipelines are regular, such as "2*<tp4,pp1> + <tp2,pp2>"."""
     candidates = []
     for i, text in enumerate(texts):
         if "[" in text:

@@ -1,7 +1,7 @@
-"""Losses of pairs of a preferred and a rejected answer: DPO, SimPO and ORPO.
+"""Losses that compare a preferred with a rejected answer: DPO, SimPO and ORPO.
 
-Each loss L depends on an answer only through the answer's log-probability s, a sum over tokens. So the gradient scales
-all tokens of an answer by dL/ds, and the two answers of a pair can be on different ranks.
+Each loss L depends on an answer only through the answer's log-probability s, a sum over tokens. Therefore, the gradient
+weights all tokens of an answer by dL/ds, and the two answers of a pair can be on different ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SURE = -1e-7  # maximum log-probability per token; at 0, the odds would be infi
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sum of the token losses -log p, weighted by sequence."""
+    """Return the sum of the token losses -log p, multiplied by each sequence's weight."""
     return -(token_logprobs(outputs, batch) * batch[WEIGHTS][0]).sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """One answer from each of n pairs; all tensors are fp64 [n].
+    """The preferred or the rejected answers of n pairs; all tensors are fp64 [n].
 
     Attributes:
         reference: log-probability under the model before training; NaN: unknown.
@@ -44,7 +44,7 @@ class Answers:
 
 
 def rewards(loss: PairLoss, answers: Answers) -> Tensor:
-    """Return the reward of each answer, [n]; for ORPO, the weighted log-probability per token."""
+    """Return the reward of each answer, [n]; for ORPO, `weight` times the log-probability per token."""
     match loss:
         case DpoConfig():
             return loss.beta * (answers.scores - answers.reference)
@@ -74,15 +74,15 @@ def _log_odds(means: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PairResult:
-    """Losses of the pairs of a mini-batch.
+    """Losses of the pairs in a mini-batch.
 
     Attributes:
         loss: mean over the pairs.
-        weights: factor for each answer's token losses -log p. The weighted sum of token losses has the same gradient
-            as the sum of the pair losses.
-        figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and
+        weights: factor of each answer's token losses -log p. The weighted sum of token losses has the same gradient as
+            the sum of pair losses.
+        figures: means over the pairs of `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and
             `accuracy` (fraction of pairs whose preferred answer has the higher reward; ties count half). DPO adds
-            `log_ratio` (log p - log p_ref of an answer).
+            `log_ratio` (mean of log p - log p_ref over answers).
     """
 
     pairs: int
@@ -96,7 +96,7 @@ def mean_over_pairs(results: Sequence[PairResult], values: Sequence[float]) -> f
 
 
 def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: Tensor) -> PairResult:
-    """Return the losses of pairs of answers, and each answer's factor in the gradient.
+    """Return the losses of pairs of answers, and the weights of the answers in the gradient.
 
     Args:
         scores: log-probabilities, [2n]; in each pair, the preferred answer precedes the rejected answer.

@@ -1,4 +1,4 @@
-"""Scores (log-probabilities) of answers under the model before training, for DPO, stored in the run folder."""
+"""Scores of answers for DPO: log-probabilities under the model before training, stored in the run folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
-_EVERY_S = 60.0  # maximum seconds of work that an interruption loses
+_EVERY_S = 60.0  # maximum time in seconds between two writes
 
 
 class ReferenceScores:
     """Scores of every answer that a run reads.
 
     Attributes:
-        of: scores of each stream's chunks, fp32 [chunks]; NaN: unknown. The arrays are updated in place.
+        of: for each stream, the scores of its chunks, fp32 [chunks], updated in place; NaN: unknown.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ReferenceScores:
     ) -> int:
         """Score answers with the executor's weights; must be called on all ranks.
 
-        Return 0, or the signal that asked a rank to stop; in both cases, the finished scores are in the file.
+        Return 0, or the signal that asked a rank to stop; in both cases, the file then contains all computed scores.
         """
         count = sum(map(len, missing))
         done = 0

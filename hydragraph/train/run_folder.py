@@ -41,11 +41,9 @@ class _FolderEntry:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder: its paths, and the start and continuation of a run."""
-
     path: Path
 
-    owner = _FolderEntry("owner.json")  # process that owns the folder, and start time of the run
+    owner = _FolderEntry("owner.json")  # process that holds the lock, and start time of the run
     config = _FolderEntry("config.yaml")  # the resolved config
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
@@ -64,12 +62,11 @@ class RunFolder:
         """Return the checkpoint that a run would continue from, if any.
 
         Args:
-            how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues the run, and "auto"
-                continues the run if it has a checkpoint, else replaces the run.
+            how: treatment of an earlier run in the folder: "new" (raise an error), "overwrite" (replace the run),
+                "resume" (continue the run) or "auto" (continue the run if it has a checkpoint, else replace it).
 
         Raises:
-            ValueError: "new" for a folder with a run, "resume" for one without a checkpoint, or `steps` below the
-                checkpoint's step.
+            ValueError: "new" with an earlier run, "resume" without a checkpoint, or a checkpoint after the last step.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
@@ -85,9 +82,9 @@ class RunFolder:
         return last
 
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
-        """Prepare the folder, write the resolved config, and return the result of `check`.
+        """Prepare the folder and write the resolved config; return the result of `check`.
 
-        Checkpoints after `step` are renamed, so that they are ignored.
+        Checkpoints of later steps are renamed, so that they are ignored.
         """
         last = self.check(config, how, step)
         if how == "overwrite" or (how == "auto" and last is None):
@@ -99,7 +96,7 @@ class RunFolder:
         config.save(self.config)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            run = ""  # so that earlier pieces are not read
+            run = ""  # a new name, so that earlier pieces are not read
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
         write_whole(self.owner, json.dumps(record | names))
@@ -107,18 +104,18 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and its run, "" if unset; a resumed run with checkpoint pieces keeps its name."""
+        """Unique names of folder and run, "" if unset; a resumed run with checkpoint pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def began(self) -> float:
-        """Start time of the folder's run in seconds since the epoch, or 0 if no run has started."""
+        """Start time of the folder's run, in seconds since the epoch; 0 if no run has started."""
         return float(_read(self.owner).get("began", 0.0))
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Lock the folder during the block; raise ValueError if another run is using the folder."""
+        """Lock the folder during the block; raise ValueError if another run uses the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -134,10 +131,10 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Lock the folder during the block, in place of a lost rank of the same run.
+        """Take over the folder's lock from a lost rank of the same run, during the block.
 
         Args:
-            patience_s: seconds to wait for the lock; then continue without it.
+            patience_s: seconds to wait for the lock before continuing without it.
 
         Raises:
             OSError: the folder or its contents were removed.
@@ -173,11 +170,11 @@ class RunFolder:
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return how to start an interrupted run again.
+        """Return the arguments for starting an interrupted run again.
 
         Args:
             how, step: returned if the run had not begun.
-            before: the value of `began` before the run.
+            before: value of `began` before the run.
         """
         if self.began in (0.0, before):
             return how, step
@@ -190,7 +187,7 @@ class RunFolder:
         return next(reversed(self._all()), None)
 
     def last_whole(self) -> Checkpoint | None:
-        """Return the latest checkpoint without missing or truncated files; if there is none, the latest."""
+        """Return the latest checkpoint without missing or truncated files; without any, the latest checkpoint."""
         whole = (checkpoint for checkpoint in reversed(self._all()) if is_whole(checkpoint.path))
         return next(whole, self.last())
 
@@ -219,7 +216,7 @@ class RunFolder:
         return ", ".join(differences(before, config))
 
     def chosen(self, step: int | None) -> Checkpoint:
-        """Return the checkpoint after a step, or the latest checkpoint; a ValueError lists the existing checkpoints."""
+        """Return the checkpoint of a step, or the latest one; a ValueError lists the existing checkpoints."""
         checkpoint = self._chosen(step)
         if checkpoint is None:
             raise ValueError(
@@ -237,7 +234,7 @@ class RunFolder:
         if step in by_step:
             return by_step[step]
         steps = ", ".join(f"step-{number}" for number in by_step) or "none"
-        raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: it has {steps}")
+        raise ValueError(f"output {self.path} holds no complete checkpoint of step {step} (complete: {steps})")
 
     def _refuse_unwritable(self) -> None:
         """Check that the folder is writable, even for root on a read-only file system."""

@@ -1,4 +1,4 @@
-"""Checkpoint pieces that a run stores near its ranks."""
+"""Storage of a run's checkpoint pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 
 def check_places(config: TrainConfig) -> None:
-    """Write a test file to each place for checkpoint pieces."""
+    """Check each place for checkpoint pieces with a test file."""
     local = _local(config)
     shared = _shared(config)
     if local is not None:
@@ -37,7 +37,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
         shelf.drop(folder)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
-    except Exception as error:  # fsspec's drivers have their own errors
+    except Exception as error:  # fsspec's drivers raise errors of their own
         raise ValueError(
             f"{what}: a test file cannot be written ({type(error).__name__}: {error}): correct the path or credentials"
         ) from error
@@ -69,7 +69,7 @@ def keep_pieces(run: Run, state: TrainState) -> None:
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)
     if errors and not state.pieces_fail and run.watcher is not None:
-        run.watcher.note(f"pieces of an earlier checkpoint are incomplete, but training continues: {errors[0]}")
+        run.watcher.note(f"the pieces of an earlier checkpoint are incomplete, but training continues: {errors[0]}")
     state.pieces_fail = bool(errors)
 
 

@@ -36,7 +36,9 @@ _FENCED_S = 1.0  # maximum wait if a disconnected machine has ended its ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Continue the run on the remaining and joining ranks; return the new `Run`, and why it must end, or ""."""
+    """Continue the run with the remaining and joining ranks. Return the new `Run`, and the reason if the run must end,
+    else "".
+    """
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(state.untold, run.world.ranks)
@@ -98,7 +100,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Become or remain the leading rank; `watching` is this rank's previous controller, if any."""
+    """Make this rank lead the run; `watching` is this rank's previous controller, if any."""
     log = run.log
     if not state.owns:
         member = here()
@@ -111,7 +113,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
             owned.callback(state.callbacks.call, "on_end")
             state.callbacks.call("on_start", run.config)
         run = replace(run, callbacks=state.callbacks)
-    # The caller's log is already closed if another rank was lost in the meantime.
+    # The log is already closed if another rank was lost in the meantime.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -131,7 +133,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Set the data position on all ranks to the end of the last step that was kept."""
+    """Set the data position on all ranks to the end of the last step that the state includes."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:
@@ -151,7 +153,7 @@ def _write_down(run: Run, state: TrainState) -> None:
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # In that step, ranks had their old numbers, which the new controller does not know.
+        # The report uses the old numbers of ranks, which the new controller does not know.
         log_step(replace(run, controller=None), *last)
 
 
@@ -166,7 +168,7 @@ def _unsaved(run: Run, state: TrainState) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    """Write the processes of the run by rank to `ranks.json`; must be called on all ranks."""
+    """Write the process of each rank to `ranks.json`; must be called on all ranks."""
     world = run.world
     place = {"rank": world.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": str(world.device)}
     places = world.gather(place)
@@ -182,7 +184,7 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
             yield RunEvent(step, "fault", survived.lost, 0.0, survived.why)
         if survived.left:
             yield RunEvent(
-                step, "leave", survived.left, 0.0, f"they were asked to end and handed over their state: {survived.why}"
+                step, "leave", survived.left, 0.0, f"asked to end, these ranks handed over their state: {survived.why}"
             )
         if survived.joined:
             yield RunEvent(step, "join", survived.joined, 0.0, f"the run had {before} ranks and now has {now}")
@@ -193,7 +195,7 @@ def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return the seconds in which this rank did not train; 0 if it joined."""
+    """Return how many seconds this rank did not train; 0 if it has just joined."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 
@@ -215,7 +217,7 @@ def resumed(
     """Return the event that reports the continued run.
 
     Args:
-        undone: last step that had been trained before the return to a checkpoint.
+        undone: last step before the return to a checkpoint.
     """
     survived, _ = told[-1]
     step = survived.step

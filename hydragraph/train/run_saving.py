@@ -1,4 +1,4 @@
-"""Files written during a run: checkpoints, a trace, the final model."""
+"""Writers of a run's checkpoints, trace and final model."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or an earlier checkpoint if it is damaged; return the checkpoint and its extra data.
+    """Load a checkpoint; if it is damaged, load an earlier one. Return the loaded checkpoint and its extra data.
 
     Args:
-        leader: watcher that reports damaged checkpoints; on rank 0 only.
-        pieces: checkpoint pieces to load instead if they are newer; their extra data contains `step`.
+        leader: watcher that reports damaged checkpoints, on rank 0 only.
+        pieces: checkpoint pieces, which are loaded instead if they are newer; their extra data contains `step`.
     """
     while True:
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path if pieces is None else (pieces, last.path))
-        except ValueError as error:  # perhaps Damaged, and only on some ranks
+        except ValueError as error:  # may be Damaged on only some ranks
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -62,7 +62,7 @@ def load(
 
 @contextmanager
 def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Restore the config's hyperparameters after the block, in which a checkpoint replaces them."""
+    """Restore the config's hyperparameters after the block, which replaces them by a checkpoint's."""
     assert optimizer is not None, "a training run has an optimizer"
     settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     yield
@@ -72,7 +72,7 @@ def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add instructions for continuing the run to the text of file errors."""
+    """Append instructions for continuing the run to file errors."""
     try:
         yield
     except (ConnectionError, TimeoutError):
@@ -114,7 +114,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Drop incomplete checkpoints, so that callbacks are not called for them."""
+    """Forget incomplete checkpoints, so that no callback is called for them."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -130,7 +130,7 @@ def _best_saved(run: Run) -> int | None:
 
 
 def saves_after(run: Run, step: int) -> bool:
-    """Return whether a checkpoint is due after a step, on schedule or for a new best loss; call it on all ranks."""
+    """Return whether to save after a step, on schedule or for a new best loss; must be called on all ranks."""
     if run.saves(step):
         return True
     if not (run.config.keep_best and run.evaluates(step)):
@@ -159,7 +159,7 @@ def write_spans(run: Run) -> None:
 
 
 def finish(run: Run, model: nn.Module, tokens: Tokens, done: int) -> None:
-    """Write the final model, or with `keep_best` the best model."""
+    """Write the final model; with `keep_best`, the best model."""
     best = None
     if run.config.keep_best:
         best = run.world.gather(None if run.log is None else _best_saved(run))[0]

@@ -1,4 +1,4 @@
-"""Starter config for data, a Hugging Face directory, both or neither."""
+"""Starter config, for given data and a given model (both are optional)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InspectedPaths:
     """Result of inspecting paths.
 
     Attributes:
-        positions: maximum sequence length of the model; 0: unknown.
+        positions: maximum sequence length of the model, or 0 if unknown.
     """
 
     model: Path | None
@@ -33,7 +33,7 @@ class InspectedPaths:
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """Devices to train on, one process for each; `text` describes them."""
+    """Devices to train on, with one process each; `text` describes the devices."""
 
     ranks: int
     cuda: bool
@@ -41,7 +41,7 @@ class AvailableDevices:
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
-    """Inspect a Hugging Face directory and data; raise ValueError for several models or kinds of data."""
+    """Inspect paths of a model and data; raise ValueError for several models or kinds of data."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_remedy(path)}")
@@ -79,7 +79,7 @@ def _remedy(path: Path) -> str:
 
 
 def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
-    """Return a config with comments; `output` is the run folder."""
+    """Return a commented config; `output` is the run folder."""
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
@@ -91,7 +91,7 @@ def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> st
         *_model(found, longest),
         *_data(found, longest, per_step),
         *(_OBJECTIVE if found.format == "preference" else ()),
-        "strategies: auto  # measured and planned when training starts; or your own, such as 2*<tp1,pp1>",
+        "strategies: auto  # planned for the measured devices when training starts; or your own, such as 2*<tp1,pp1>",
         f"ranks: {devices.ranks}  # {devices.text}",
         f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000" if found.data else "steps: 100",
         *(_FINE_TUNING if found.model is not None else _PRETRAINING),
@@ -132,7 +132,7 @@ def _model(found: InspectedPaths, longest: int) -> list[str]:
         return ["model:", f"  path: {json.dumps(str(found.model))}  # all weights are trained; see adapter below"]
     return [
         "model:  # a new model with about 10 M parameters",
-        "  architecture: LlamaForCausalLM  # or any other causal class of transformers",
+        "  architecture: LlamaForCausalLM  # or another causal language model of transformers",
         "  config:  # vocab_size defaults to the tokenizer's",
         "    hidden_size: 256",
         "    intermediate_size: 704",
@@ -166,11 +166,11 @@ def _data(found: InspectedPaths, longest: int, per_step: int) -> list[str]:
         if found.model is not None and not found.templated:
             lines.append("  chat_template: chatml  # the tokenizer has no chat template")
     if found.model is None:
-        lines.append("  vocab_size: 4096  # of the tokenizer that is trained on the data")
+        lines.append("  vocab_size: 4096  # of the new tokenizer, which is trained on the data")
     lines += [
-        f"  max_length: {longest}  # maximum tokens in a sequence",
-        f"  overlong: {'drop' if found.format == 'chat' else 'cut'}  # longer documents: cut, drop or refuse",
-        f"  tokens_per_step: {per_step}  # in one mini-batch, over all devices",
+        f"  max_length: {longest}  # maximum number of tokens in a sequence",
+        f"  overlong: {'drop' if found.format == 'chat' else 'cut'}  # for longer documents: cut, drop or refuse",
+        f"  tokens_per_step: {per_step}  # maximum number of tokens in a mini-batch, over all devices",
     ]
     if found.data or found.model is None:
         lines.append("  heldout: 0.02  # fraction of the documents, for evaluation")
@@ -199,7 +199,7 @@ _PRETRAINING = [
 _FINE_TUNING = [
     "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # about 2e-4 with adapters",
     "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
-    "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # train only adapters, which needs less memory",
+    "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # trains only adapters, which needs less memory",
 ]
 
 

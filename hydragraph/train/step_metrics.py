@@ -35,19 +35,20 @@ class Metrics:
         loss: mean over the tokens of the mini-batch, before the update.
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
-        eval_loss: loss after the update, on held-out documents or the first set of `data.evaluation`.
+        eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
         exposed_pull_s: mean seconds that ranks waited for weights.
-        exposed_push_s: the same, for gradients.
-        exposed_p2p_s: the same, for activations.
+        exposed_push_s: mean seconds that ranks waited for gradients.
+        exposed_p2p_s: mean seconds that ranks waited for activations.
         planning_s: seconds that the step waited for planning.
-        planning_hidden_s: seconds of planning during training.
-        expected_s: seconds of computation that the plan expected; 0 without a profile.
-        eval_losses: loss by evaluation set: "heldout", and the sets of `data.evaluation`.
+        planning_hidden_s: seconds of planning that overlapped with training.
+        expected_s: step time predicted by the profile, in seconds; 0 without a profile.
+        eval_losses: loss on each evaluation set ("heldout" and the sets of `data.evaluation`).
         mfu: model FLOPs utilization without recomputation; None: unknown.
-        pairs: with an objective, `PairReport.pairs`.
-        time: time at which the step was logged, in UTC; "" in files of earlier versions.
-        comparison: text with the expected and measured seconds, on one step per plan (`beside` in earlier versions).
-        plan: explanation of the plan, on a session's first step with `strategies: auto`.
+        pairs: `PairReport.pairs`, if an objective is set.
+        time: UTC time at which the step was logged; "" in files of earlier versions.
+        comparison: text that compares expected and measured step times, on one step per plan (`beside` in earlier
+            versions).
+        plan: explanation of the plan, on the first step of a session with `strategies: auto`.
     """
 
     step: int
@@ -83,7 +84,7 @@ class Metrics:
 
     @property
     def by_set(self) -> dict[str, float]:
-        """Metrics of evaluation sets and pairs, under the names that trackers display."""
+        """Metrics of evaluation sets and pairs, by the names that experiment trackers display."""
         by_name = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
         by_name |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
         by_name |= {f"pairs/{name}": value for name, value in self.pairs.items()}
@@ -97,18 +98,18 @@ def perplexity(loss: float) -> float:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read a file of metrics; a ValueError names a line that cannot be read."""
+    """Read a metrics file; if a line cannot be read, a ValueError names the line."""
     return [_parse(line, place) for line, place in complete_lines(path)]
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until the name of a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts last.
+    """Wait until a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last by name.
 
-    TensorBoard expects the events of a restarted run in the last file. For equal seconds, n = 10 would sort before 9.
+    TensorBoard expects the events of a restarted run in the last file. If seconds are equal, n = 10 sorts before n = 9.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
-    while newest == int(time.time()):  # no wait if `newest` is in the future
+    while newest == int(time.time()):  # do not wait if `newest` is in the future
         time.sleep(0.05)
 
 
@@ -116,7 +117,7 @@ class MetricsLog:
     """Context manager that writes the metrics of every step.
 
     Args:
-        path: file of JSON lines; lines after step `after` are dropped.
+        path: file of JSON lines; lines of later steps than `after` are dropped.
 
     Attributes:
         history: all metrics, including those of earlier sessions.
@@ -150,7 +151,7 @@ class MetricsLog:
             self._tensorboard.close()  # fails if the run's folder is gone
         except OSError:
             if kind is None:
-                raise  # otherwise, the error that ended the run is reported
+                raise  # otherwise, report the error that ended the run
 
     def write(self, metrics: Metrics) -> None:
         """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""
@@ -185,7 +186,7 @@ class MetricsLog:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process so far, in bytes: GPU memory, or resident memory on a CPU."""
+    """Return this process's peak memory in bytes: GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -60,7 +60,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
         run.callbacks.call("on_evaluate", metrics)
     if comparison is not None:
         again = comparison.matters and run.controller is not None and run.controller.correct()
-        run.watcher.note(f"step {step}: {comparison}{'; planning again with measured seconds' if again else ''}")
+        run.watcher.note(f"step {step}: {comparison}{'; planning again with measured times' if again else ''}")
     if run.controller is None:
         return
     before = run.controller.slow if run.watched else {}
@@ -116,7 +116,7 @@ def _mfu(run: Run, report: StepReport, seconds: float) -> float | None:
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
     remedy = "pip install 'hydragraph[train]'"
     if not matplotlib_installed():
-        watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")
+        watcher.note(f"no picture of the loss, because matplotlib is not installed ({remedy})")
     if not tensorboard_installed():
-        watcher.note(f"no TensorBoard events: tensorboard is not installed ({remedy})")
+        watcher.note(f"no TensorBoard events, because tensorboard is not installed ({remedy})")
     return MetricsLog(folder.metrics, folder.tensorboard if tensorboard_installed() else None, done)

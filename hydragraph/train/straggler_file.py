@@ -1,4 +1,4 @@
-"""The file `slow.json`, from which a new leading rank reads the slow ranks, by member (`cluster.rendezvous`).
+"""The file `slow.json`, from which a new leading rank reads which members (`cluster.rendezvous`) are slow.
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """
@@ -21,7 +21,7 @@ def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
-    """Return the slow ranks by member; empty if the file is missing or belongs to another run."""
+    """Return the slow members; empty if the file is missing or belongs to another run."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
         if written["began"] != began:

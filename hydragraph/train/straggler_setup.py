@@ -1,4 +1,4 @@
-"""Setup of the controller that chooses plans and owners of state, on the leading rank."""
+"""Setup of the controller, which chooses plans and owners of state on the leading rank."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return the controller; without measured costs, all devices are assumed to be equal.
+    """Return the controller, which assumes equal devices if there are no measured costs.
 
     Args:
-        before: controller of the previous ranks, whose measurements are reused.
-        slow: slow ranks that a lost controller had found.
+        before: previous controller, whose measurements are reused.
+        slow: slow ranks found by a controller on a lost rank.
     """
     slow = slow or {}
-    profile, home = executor.profile, executor.owners  # both describe the current ranks
+    profile, home = executor.profile, executor.owners  # both are for the current ranks
     if isinstance(profile, Costs):
         costs = profile.changed(home=home)
     elif profile is not None:
@@ -100,7 +100,7 @@ def controller_of(
 
 
 def follows(config: TrainConfig, executor: Executable) -> bool:
-    """Return whether the owners of state depend on recent strategies, as with `home: auto` and measured costs."""
+    """Return whether the owners of state follow the strategies in use, as with `home: auto` and measured costs."""
     if config.home.rule != "auto" or not config.plan.choose:
         return False
     profile = executor.profile
@@ -109,5 +109,5 @@ def follows(config: TrainConfig, executor: Executable) -> bool:
 
 def policy_of(config: TrainConfig) -> Policy:
     plan = config.plan
-    # The planner also counts the mini-batch being trained.
+    # The planner also counts the mini-batch in training.
     return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)

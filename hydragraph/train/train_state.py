@@ -1,4 +1,4 @@
-"""State of a run: its constants, progress and outcome."""
+"""A run's constants, progress and outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunOutcome:
 
     Attributes:
         history: metrics of all sessions, on rank 0 only.
-        stopped: signal that ended the run early; 0 if the run completed.
+        stopped: signal that ended the run early, or 0 if the run completed.
     """
 
     folder: RunFolder
@@ -47,19 +47,19 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    strategies: tuple[Strategy, ...]  # used in turn; empty if the executor chooses
+    strategies: tuple[Strategy, ...]  # steps alternate between them; empty if the executor chooses
     evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by evaluation set
-    watcher: Watcher | None = None  # on rank 0 only, like the log
+    watcher: Watcher | None = None  # None except on rank 0, like the log
     log: MetricsLog | None = None
     controller: Controller | None = None
-    peak_flops_per_s: float | None = None  # of all ranks together; None: unknown
+    peak_flops_per_s: float | None = None  # sum over ranks; None: unknown
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
-    expectation: Expectation = field(default_factory=Expectation)  # of this session, on rank 0
-    watched: tuple[int, ...] = ()  # member (`cluster.rendezvous`) of each rank that the controller watches
-    evaluate_at: frozenset[int] = frozenset()  # steps in addition to those of `config.evaluate_every`
-    checkpoint_at: frozenset[int] = frozenset()  # steps in addition to those of `config.checkpoint_every`
+    expectation: Expectation = field(default_factory=Expectation)  # for this session, on rank 0 only
+    watched: tuple[int, ...] = ()  # for each watched rank, its member (`cluster.rendezvous`)
+    evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
+    checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`
     pieces: Pieces | None = None
 
     @property
@@ -75,7 +75,7 @@ class Run:
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is scheduled after a step; best evaluations are not considered."""
+        """Return whether a checkpoint is scheduled after a step, not considering `keep_best`."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
@@ -87,12 +87,12 @@ class TrainState:
     """Progress of a run, on every rank.
 
     Attributes:
-        anew: returns the source of mini-batches from the start.
-        kept: whether a checkpoint exists, even of step 0.
-        positions: position of `batches` after each step since the second-to-last checkpoint.
-        last: last finished step and its report, which may not be logged yet.
-        untold: recoveries that are not reported yet, each with the number of ranks before the recovery.
-        began: start time of the folder's run; None: this rank has not joined the run yet.
+        anew: returns a new stream of mini-batches.
+        kept: whether a checkpoint exists, if only of step 0.
+        positions: step -> state of `batches` after the step, since the second-to-last checkpoint.
+        last: last finished step, with the step's report, which may not be logged yet.
+        untold: unreported recoveries, each with the number of ranks before the recovery.
+        began: start time of the folder's run, or None if this rank has not joined the run yet.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

@@ -11,13 +11,12 @@ class Watcher(Protocol):
     """Receives the progress of a run, on rank 0."""
 
     def preparing(self, what: str, documents: int, part: float) -> None:
-        """Report the number of finished documents and their fraction (0: unknown)."""
+        """Report the number and fraction of finished documents (fraction 0: unknown)."""
 
     def started(self, done: int, steps: int) -> None:
         """Report that training starts after `done` of `steps` steps."""
 
-    def stepped(self, metrics: Metrics) -> None:
-        """Report a finished step."""
+    def stepped(self, metrics: Metrics) -> None: ...
 
     def note(self, sentence: str) -> None:
-        """Report a sentence that the user should read."""
+        """Report a sentence for the user."""

@@ -150,7 +150,7 @@ def unpicklable() -> Found:
 def test_what_cannot_be_sent_is_made_by_each() -> None:
     found = launch(unpicklable, 2)
     assert [(value, made) for value, made, _ in found] == [(0, True), (1, True)]
-    assert "because the result cannot be sent" in found[1][2][0]
+    assert "because results cannot be sent" in found[1][2][0]
 
 
 def tampered() -> Found:

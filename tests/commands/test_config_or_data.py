@@ -37,7 +37,7 @@ def test_data_without_a_config_train_and_the_config_is_kept(data: Path, tmp_path
     sets += ["--set=strategies=<tp1,pp1>", "--set=ranks=1"]
     trained = run("train", data, "--to", to, *sets)
     assert trained.exit_code == 0, trained.output
-    assert "wrote the config of this run; no model was given" in trained.stderr
+    assert "wrote the config of this run (no model was given" in trained.stderr
     assert "in 2 steps; all results are in" in trained.stderr
     assert TrainConfig.load(to).automatic
     again = run("train", data, "--to", to, *sets)  # the config is there, and so is the run

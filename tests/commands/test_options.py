@@ -30,7 +30,7 @@ def test_other_counts_are_refused_with_an_example(text: str) -> None:
 
 
 def test_nothing_to_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="--micro-batches '0': no pipeline would compute; give at least one"):
+    with pytest.raises(ValueError, match="--micro-batches '0': no pipeline would compute: give at least one"):
         read_counts("0", 2)
 
 

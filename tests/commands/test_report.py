@@ -18,7 +18,7 @@ def test_a_config_is_simulated(tmp_path: Path) -> None:
     told = run("report", config, "--devices", "2", "--strategy", "<[0]x1,[1]x1>", "--strategy", "<[0,1]x2>")
     assert told.exit_code == 0, told.output
     page = (tmp_path / "config.html").read_text()
-    assert told.stdout.startswith(str(tmp_path / "config.html"))
+    assert told.stdout.startswith(f"wrote {tmp_path / 'config.html'} (")
     assert page.count('role="tabpanel"') == 2
     assert "&lt;[0,1]x2&gt;" in page or "&lt;tp2,pp1&gt;" in page
 

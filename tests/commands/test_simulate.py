@@ -181,10 +181,10 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
         (("--cluster", "nowhere.yaml"), "nowhere.yaml"),
         (("--cluster", "x.yaml", "--devices", "2"), "give only one of them"),
         (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: there is no rank 1"),
-        (("--micro-batches", "0"), "no pipeline would compute; give at least one pipeline a micro-batch"),
+        (("--micro-batches", "0"), "no pipeline would compute: give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "pass strategies with --strategy"),
-        (("--home", "1,2"), "home 1,2: shares has 2 numbers, but the run has 1 rank"),
+        (("--home", "1,2"), "home '1,2': shares has 2 numbers, but the run has 1 rank"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -338,7 +338,7 @@ TWO_L4 = f"types: {{l4: {L4}}}\nnodes: [{{type: l4, devices: 2, inner: {LINK}, o
         (
             TWO_L4,
             ("--what-if", "everything x2"),
-            "scale within_node or between_nodes",
+            "scale 'within_node' or 'between_nodes'",
         ),
         (
             TWO_L4,

@@ -137,7 +137,7 @@ SHARED = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=max(12, settings.default.max_examples // 32), deadline=None)
 @given(st.sampled_from(SHARED), st.tuples(LENGTHS, LENGTHS))
 def test_pipelines_that_share_a_stage_take_what_is_simulated(text: str, lengths: tuple[list[list[int]], ...]) -> None:
     """Lowering ranks one by one equals lowering whole stages; computation takes at least the load of a shared stage."""

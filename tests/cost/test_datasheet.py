@@ -182,7 +182,8 @@ def test_with_compiled_graphs_it_has_the_memory_of_blocks() -> None:
     strategy = Strategy.parse("<tp1,pp2>", 2)
     assignment = Assignment.even([3], 1500)
     plain = datasheet(program, devices)
-    found = Costs(datasheet(program, devices, compiled=variants.get), devices).memory(strategy, assignment)
+    compiled = datasheet(program, devices, degrees=[1], compiled=variants.get)
+    found = Costs(compiled, devices).memory(strategy, assignment)
     exact = Costs(plain, devices, blocks=CompiledBlocks(program, variants.get)).memory(strategy, assignment)
     without = Costs(plain, devices).memory(strategy, assignment)
     for one, two, none in zip(found, exact, without, strict=True):

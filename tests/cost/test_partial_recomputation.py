@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from tests.models import captured
 ASSIGNMENT = Assignment.even([3], [1024])
 
 
+@functools.cache
 def costs_of(graphs: bool) -> Costs:
     """Return costs of a Llama of four layers, from its graphs or from a made-up profile."""
     if not graphs:

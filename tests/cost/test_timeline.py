@@ -54,6 +54,7 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, p: int, m: int
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))
 def test_halved_backwards_leave_a_bubble_without_weight_gradients(p: int, m: int, f: int, b: int) -> None:
     strategy = chain(p, "zb-h1", layers=2)
@@ -176,7 +177,7 @@ def test_messages_in_and_out_run_at_once_and_one_after_another() -> None:
     assert [found.busy_s(rank, Stream.PULL) for rank in range(3)] == [2, 1, 1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=max(20, settings.default.max_examples // 20))
 @given(iterations(), st.floats(0, 9), st.floats(0, 9))
 def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration, fast, slow) -> None:  # type: ignore[no-untyped-def]
     outline, strategy, counts, mode, ranks = iteration

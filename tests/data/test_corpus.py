@@ -138,7 +138,7 @@ def test_parquet_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.parquet: no column 'body': set text_field to one of \['text'\]"):
         list(documents([path], fields=Fields(text="body")))
     parquet.write_table(pyarrow.table({"meta": [{"text": "x"}]}), tmp_path / "nested.parquet")
-    with pytest.raises(ValueError, match=r"no column 'text': none of \['meta'\] holds text; add a text column"):
+    with pytest.raises(ValueError, match=r"no column 'text': add a text column; none of \['meta'\] holds text"):
         list(documents([tmp_path / "nested.parquet"]))
     with pytest.raises(ValueError, match=r"a.parquet: row 1: 'id' is an int, not text"):
         list(documents([path], fields=Fields(text="id")))

@@ -77,7 +77,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         (
             {"text": "a"},
             "chat",
-            r"f:3: no field 'messages', only \['text'\], unlike other records of this file: give all records",
+            r"f:3: no field 'messages', unlike an earlier record of this file; the fields are \['text'\]: give all",
         ),
         ({"messages": HI}, "text", "f:3: 'messages' is a conversation: set messages_field to 'messages'"),
         ({"conversations": HI}, "text", "set messages_field to 'conversations'"),
@@ -257,7 +257,7 @@ def test_a_pair_for_an_instruction() -> None:
         ),
         (
             {"chosen": "A", "rejected": "B"},
-            "the pair has no prompt: give it as 'prompt', or begin both answers with it",
+            "the pair has no prompt: add a field 'prompt', or begin both answers with the prompt",
         ),
         ({"chosen": [YES], "rejected": [NO]}, "the pair has no prompt"),
         ({"prompt": "Q", "chosen": "A", "rejected": [NO]}, "one of 'chosen' and 'rejected' is a text and the other"),

@@ -166,7 +166,7 @@ def test_an_answer_of_weight_0_is_not_trained(template: str) -> None:
         assert "[[A" in text
     everything = trained(template, said, "all") if template is PHI3 else "]]BAD<|end|>\n[["
     assert "]]BAD<|end|>\n[[" in everything
-    with pytest.raises(ValueError, match="here: all messages of the assistant have weight 0"):
+    with pytest.raises(ValueError, match="here: all assistant messages have weight 0"):
         trained(template, chat(("user", "Q"), {"role": "assistant", "content": "BAD", "weight": 0}))
 
 

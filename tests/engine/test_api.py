@@ -69,10 +69,10 @@ def test_the_program_of_another_model_is_refused(other: object) -> None:
 def test_what_capture_was_told_is_not_told_again() -> None:
     program, model = captured("llama")
     with pytest.raises(
-        ValueError, match=r"its dtype \(torch.float32\), example and loss are fixed; pass these only to `capture`"
+        ValueError, match=r"dtype \(torch.float32\), example and loss of the program are fixed; pass these only to"
     ):
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
-    with pytest.raises(ValueError, match="example and loss are fixed; pass these only to `capture`"):
+    with pytest.raises(ValueError, match="example and loss of the program are fixed; pass these only to `capture`"):
         hg.compile(model, STRATEGY, loss=lambda outputs, batch: outputs.logits.sum(), program=program)
 
 
@@ -94,7 +94,7 @@ def with_losses_that_differ() -> list[str]:
     rank, said = torch.distributed.get_rank(), []
     for loss in (Smoothed(0.1 * rank, 1.0), Smoothed(0.0, 1.0 + rank)):
         with pytest.raises(ValueError, match="ranks differ in") as refused:
-            hg.compile(Own(), hg.Strategy.parse("2*<tp1,pp1>", layers=2), loss=loss, check="off", device="cpu")
+            hg.compile(Own(layers=1), hg.Strategy.parse("2*<tp1,pp1>", 1), loss=loss, check="off", device="cpu")
         said.append(str(refused.value).removeprefix("ranks differ in ").partition(":")[0])
     return said
 

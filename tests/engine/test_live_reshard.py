@@ -23,11 +23,11 @@ from tests.engine.test_state_transfer import (
     batch,
     compiled,
     parsed,
+    partly_frozen,
     stop,
     train,
 )
 from tests.engine.test_state_transfer import WIDE as STRATEGY
-from tests.engine.test_state_transfer import prepared as prepared  # the fixture
 from tests.generations import regroup
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -51,6 +51,11 @@ def ours(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 Seen = tuple[list[float], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Ready:
+    return Ready.of(partly_frozen(), [STRATEGY])
 
 
 def along(prepared: Ready, way: Sequence[hg.Home], optimizer: Factory, beside: bool, text: str) -> Seen:

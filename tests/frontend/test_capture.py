@@ -62,8 +62,7 @@ def test_packed_loss_and_gradients_equal_the_models_on_each_sequence_alone(name:
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale, parameter
 
 
-@only("gpt_neox")
-@pytest.mark.parametrize("name", first(["qwen3", "gpt_neox"], FAMILIES))
+@pytest.mark.parametrize("name", first(["phi"], FAMILIES))
 def test_a_program_names_every_parameter_once(name: str) -> None:
     program, model = captured(name)
     assert {n: p.shape for n, p in program.parameters.items()} == {

@@ -218,7 +218,7 @@ def test_what_reads_the_places_or_other_rows_is_still_found(compute: Callable[[T
 def test_blocks_that_cost_more_are_named(caplog: pytest.LogCaptureFixture) -> None:
     traced(scaled)
     said = [r.getMessage().partition(",")[0] for r in caplog.records if r.name == chosen_rows.__name__]
-    assert said == ["layer.0: processes all tokens instead of those that a mask selects"]
+    assert said == ["layer.0: processes all tokens instead of only those that a mask selects"]
 
 
 @thorough

@@ -19,11 +19,15 @@ from hydragraph.private.tracing import symbol_name
 from tests.frontend.execute import batch, loss
 from tests.models import randomised
 from tests.own_models import Own
+from tests.thorough import only
 
 COUNTERS: dict[str, Callable[[int], Tensor]] = {
     "integers": lambda n: torch.arange(n),
     "floats from 0": lambda n: torch.arange(0, n, dtype=torch.float32).long(),
     "in steps of one": lambda n: torch.arange(0, n, 1) * 2 + 1,
+    "all of these": lambda n: (
+        torch.arange(n) + torch.arange(0, n, dtype=torch.float32).long() + torch.arange(0, n, 1) * 2 + 1
+    ),
 }
 
 
@@ -52,6 +56,7 @@ class Counting(Own):
         return super().forward(input_ids, self.counter(input_ids.shape[1])[None], cu_seqlens)
 
 
+@only("all of these")
 @pytest.mark.parametrize("counter", COUNTERS.values(), ids=list(COUNTERS))
 def test_positions_start_anew_in_each_sequence(counter: Callable[[int], Tensor]) -> None:
     model = randomised(Counting(counter))

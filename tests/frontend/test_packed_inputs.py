@@ -10,7 +10,7 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.frontend.packed_inputs import own_fields, token_cross_entropy
 from hydragraph.spec.workload import Field
-from tests.own_models import Own
+from tests.own_models import small
 
 EXAMPLE = {"second": torch.zeros(1, 8, dtype=torch.int64), "weight": torch.ones(1, 8)}
 
@@ -23,12 +23,12 @@ def test_targets_in_a_field_are_ignored_in_padding(ignored: int) -> None:
         costs = F.cross_entropy(logits[0], batch["second"][0], ignore_index=ignored, reduction="none")
         return token_cross_entropy(logits, batch) + (costs * batch["weight"][0]).sum()
 
-    program = hg.capture(Own(layers=1), loss=loss, example=EXAMPLE, check="auto")
+    program = hg.capture(small(), loss=loss, example=EXAMPLE, check="auto")
     assert own_fields(program) == {
         "second": Field(torch.int64, padding=ignored),
         "weight": Field(torch.float32),
     }
-    exe = hg.compile(Own(layers=1), "<tp1,pp1>", program=program)
+    exe = hg.compile(small(), "<tp1,pp1>", program=program)
     ids = torch.arange(5)
     second = torch.tensor([2, 3, 4, ignored, ignored])
     one = {"input_ids": ids, "second": second, "weight": torch.ones(5)}

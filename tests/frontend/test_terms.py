@@ -11,7 +11,7 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests.frontend.test_loss_reduction import Batch, counted, each
-from tests.own_models import Own
+from tests.own_models import small
 from tests.thorough import only
 
 
@@ -72,11 +72,11 @@ ACROSS = {
 @pytest.mark.parametrize("name", SEPARATE)
 def test_sums_of_separate_terms_are_captured(name: str) -> None:
     loss: Any = SEPARATE[name]
-    assert capture(Own(layers=1), loss=loss).layers == 1
+    assert capture(small(), loss=loss).layers == 1
 
 
 @only("a running sum")
 @pytest.mark.parametrize("name", ACROSS)
 def test_terms_that_meet_are_refused(name: str) -> None:
-    with pytest.raises(Unsupported, match=r"Own.*: (its loss is not a sum|its graph depends on whether)"):
-        capture(Own(layers=1), loss=ACROSS[name])
+    with pytest.raises(Unsupported, match=r"Own.*: (its loss is not a sum|its graph changes with)"):
+        capture(small(), loss=ACROSS[name])

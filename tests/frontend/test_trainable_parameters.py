@@ -13,7 +13,7 @@ from hydragraph.frontend.functional_graph import export, functional_graph
 from hydragraph.frontend.trainable_parameters import reached
 from tests.adapted import LAYERS, MODELS
 from tests.models import llama
-from tests.own_models import Own
+from tests.own_models import Own, small
 from tests.thorough import thorough
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -76,8 +76,8 @@ def test_what_gets_no_gradient_is_named_once(caplog: pytest.LogCaptureFixture) -
 def test_layers_below_a_detached_state_learn_nothing() -> None:
     class Cut(Own):
         def __init__(self) -> None:
-            super().__init__()
-            self.norm = Detach(32)
+            super().__init__(layers=0)
+            self.stack, self.norm = small(layers=2).stack, Detach(32)
 
     class Detach(nn.LayerNorm):
         def forward(self, x: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ import transformers
 
 from tests.frontend import trained
 from tests.frontend.families import DOCS
+from tests.thorough import only
 
 
-@pytest.mark.parametrize("family", ["llama"])
+@only("gemma4_text")
+@pytest.mark.parametrize("family", ["gemma4_text", "llama"])
 def test_a_family_is_trained_as_the_table_says(family: str) -> None:
     version, rows = trained.documented()
     if version != transformers.__version__:

@@ -134,7 +134,7 @@ def test_rules_are_checked(dim: int, segments: tuple[int, ...], unit: int, messa
     ("shape", "rule", "message"),
     [
         ((4, 0), None, r"parameter p: its shape \(4, 0\) has no elements"),
-        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule shards dimension 2, which a parameter of shape \(4, 2\)"),
+        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule shards dimension 2, but its shape is \(4, 2\)"),
         (
             (8, 2),
             ShardRule(0, (2, 1), unit=2),

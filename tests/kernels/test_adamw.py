@@ -201,7 +201,7 @@ def test_the_states_of_neighbours_are_neighbours() -> None:
         ({"weight": torch.zeros(2, 2)}, r"weight of shape \(2, 2\).*use torch.optim.AdamW"),
         ({"gradient": torch.zeros(4).bfloat16()}, r"gradient of shape \(4,\), strides \(1,\), torch.bfloat16"),
         ({"square": torch.zeros(8)[::2]}, r"square of shape \(4,\), strides \(2,\)"),
-        ({"moment": torch.zeros(5)}, "moment of 5 elements for a weight of 4"),
+        ({"moment": torch.zeros(5)}, "moment has 5 elements, but its weight has 4"),
         ({"copy": torch.zeros(4)}, "copy of shape .* torch.float32"),
     ],
 )

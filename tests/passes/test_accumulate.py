@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from itertools import product
@@ -25,6 +26,7 @@ from tests.thorough import first, only
 TOKENS = 5
 
 
+@functools.cache
 def layer(part: StagePart, partitioner: str = "min_cut") -> Variant:
     template, parameters = llama_layer()
     learning = frozenset((*template.parameters, "hidden"))

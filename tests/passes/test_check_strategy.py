@@ -28,7 +28,7 @@ def test_what_can_be_cut_is_not_refused(name: str) -> None:
 
 
 def test_experts_too_narrow_to_cut_are_refused_on_two_devices_only() -> None:
-    program = capture(mixtral(width=4))
+    program = capture(mixtral(width=4, num_hidden_layers=1))
     refuse_uncut(program, hg.Strategy.parse("2*<tp1,pp1>", layers=program.layers))
     message = r"^model.layers.0.mlp.experts.gate_up_proj: a parameter of 3 dimensions in .*grouped_mm.*degree 1"
     with pytest.raises(Unsupported, match=message):

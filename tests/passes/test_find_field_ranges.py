@@ -13,6 +13,7 @@ from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from tests.models import captured
 from tests.own_models import Own
+from tests.thorough import thorough
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from tests.own_models import Own
     [
         ("llama", {("input_ids", 0, 101), ("position_ids", 0, 8192), ("labels", 0, 101)}),  # by its config
         ("gpt2", {("input_ids", 0, 101), ("position_ids", 0, 256), ("labels", 0, 101)}),
-        ("opt", {("input_ids", 0, 101), ("position_ids", -2, 256), ("labels", 0, 101)}),
+        pytest.param("opt", {("input_ids", 0, 101), ("position_ids", -2, 256), ("labels", 0, 101)}, marks=thorough),
     ],
 )
 def test_limits_of_families(name: str, expected: set[tuple[str, int, int]]) -> None:

@@ -29,8 +29,8 @@ from tests.passes.golden_template import check_golden_text
 from tests.thorough import thorough
 
 
-def spec(part: StagePart = StagePart(), **settings: object) -> VariantSpec:  # noqa: B008
-    program, _ = captured("llama")
+def spec(part: StagePart = StagePart(), name: str = "gpt2", **settings: object) -> VariantSpec:  # noqa: B008
+    program, _ = captured(name)
     made = Variants(program, added=True).spec(program.blocks[1], part)
     return replace(made, **settings)  # type: ignore[arg-type]
 
@@ -61,7 +61,7 @@ def test_passes_have_names_of_their_own_and_say_what_they_do() -> None:
 
 @thorough
 def test_what_each_pass_changes_in_a_llama_layer() -> None:
-    wanted = spec(StagePart(StageKind(2)))
+    wanted = spec(StagePart(StageKind(2)), "llama")
     before: dict[str, fx.GraphModule] = {"forward": wanted.template.graph}
     lines = []
     for result in run_passes(wanted):

@@ -99,7 +99,7 @@ def test_broken_copies_are_found() -> None:
     for broken, what in (
         (without(program, Op.FETCH), "no earlier instruction makes it"),
         (without(program, Op.OFFLOAD), "no earlier instruction makes it"),
-        (other(program, Op.OFFLOAD, after=()), "should wait for those that other streams write"),
+        (other(program, Op.OFFLOAD, after=()), "should wait for the values that it reads from other streams"),
         (other(program, Op.FETCH, target="layer.5"), "it should fetch only the saved values"),
         (other(program, Op.OFFLOAD, micro_batch=3), "it should offload only the saved values"),
     ):

@@ -5,6 +5,8 @@ Their numbers are compared with whole graphs' in tests/passes/test_shard.py, and
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import fx
@@ -20,6 +22,7 @@ PRODUCTS = (torch.ops.aten.mm.default, "addmm_")
 KINDS = [StageKind(2), StageKind(2, sequence_parallel=True), StageKind(2, recompute=True)]
 
 
+@functools.cache
 def overlapped(kind: StageKind) -> tuple[Variant, Variant]:
     before = accumulate(layer(StagePart(kind, 0)))
     return before, overlap_collectives(before)

@@ -15,7 +15,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.scoring_head import scoring_program
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
-from tests.models import captured, llama
+from tests.models import captured, gpt2, llama
 from tests.thorough import only, thorough
 
 
@@ -75,4 +75,4 @@ def of_two_temperatures(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 )
 def test_a_loss_without_a_single_log_probability_is_refused(loss: Callable[..., Tensor], what: str) -> None:
     with pytest.raises(hg.Unsupported, match=f"its loss has .*{what}"):
-        scoring_program(hg.capture(llama(layers=1), loss=loss))
+        scoring_program(hg.capture(gpt2(layers=1), loss=loss))

@@ -18,6 +18,7 @@ from hydragraph.planner.rental_price import RentalPrices
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
 from tests.cost import priced
+from tests.thorough import only
 
 WORK = hg.Workload(sequences=16, length=500)
 
@@ -27,7 +28,7 @@ def costs_of(fast: int, slow: int, memory: int = 10**9, health: hg.Health | None
     types = {"fast": DeviceType(1e15, memory, 1e12), "slow": DeviceType(4e14, memory, 1e12)}
     sizes = {"fast": (2, fast), "slow": (1, slow)}
     nodes = (Node(name, size, priced.FAST, priced.SLOW, count=n, cards=size) for name, (size, n) in sizes.items() if n)
-    return priced.costs(4, Cluster.of(types, tuple(nodes)), health)
+    return priced.costs(2, Cluster.of(types, tuple(nodes)), health)
 
 
 def prices_of(costs: Costs, per_hour: Mapping[str, float]) -> RentalPrices:
@@ -60,6 +61,7 @@ def test_no_node_can_be_added_to_what_is_affordable(fast: int, slow: int, a: int
     assert {counted(costs, ranks) for ranks in affordable(costs, prices, budget)} == wanted
 
 
+@only("7.0")
 @pytest.mark.parametrize("budget", [3.0, 7.0, 11.0, 100.0])
 def test_no_affordable_nodes_train_faster(budget: float) -> None:
     costs = costs_of(2, 3)
@@ -70,7 +72,7 @@ def test_no_affordable_nodes_train_faster(budget: float) -> None:
     assert best.plan.seconds <= min(every) * (1 + NEAR)
     assert best.per_hour <= budget
     assert [offer.plan.seconds for offer in found] == sorted(offer.plan.seconds for offer in found)
-    best.plan.strategy.check(4, best.costs.ranks)
+    best.plan.strategy.check(2, best.costs.ranks)
     tokens = 16 * 500
     million = best.per_hour * best.plan.seconds / 3600 / tokens * 1e6
     assert best.sentence(WORK).endswith(f"${million:.4g} per million tokens")

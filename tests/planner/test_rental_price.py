@@ -41,7 +41,7 @@ def test_wrong_prices_are_refused(texts: list[str], why: str) -> None:
 
 def test_the_cheapest_rival_is_named_only_if_it_costs_less() -> None:
     costs = priced.costs(4, priced.mixed())
-    plan = hg.plan(costs, WORK)
+    plan = hg.plan(costs, WORK, deadline_s=0.0)
     cheap = Rival(Strategy.parse("<[2]x4>", 4), 2 * plan.seconds, "", "takes 100.0% longer")
     dear = Rival(Strategy.parse("2*<tp2,pp1>", 4), 2 * plan.seconds, "", "takes 100.0% longer")
     free = Rival(Strategy.parse("<[3]x4>", 4), float("inf"), "", "does not fit")

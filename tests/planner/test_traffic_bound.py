@@ -21,7 +21,7 @@ SHAPES = [
 TYPES = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 1e12)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(30, settings.default.max_examples // 16))
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from([(4,), (2, 2), (1, 3), (1, 1, 2)]),

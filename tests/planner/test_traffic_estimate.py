@@ -14,7 +14,7 @@ SHAPES = [
 ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=max(12, settings.default.max_examples // 32))
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from([1000, 100_000, 1_000_000]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -110,6 +111,12 @@ def test_sizes_are_read_where_they_stand_alone_or_else_as_a_part() -> None:
 
 
 def test_a_missing_compiler_is_named() -> None:
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "no C++ compiler" in str(missing_compiler(torch.device("cpu")))
+
+
+@thorough
+def test_the_compiler_is_what_the_environment_names() -> None:
     script = "import torch, hydragraph.private.inductor as p; print(p.missing_compiler(torch.device('cpu')))"
     environment = {**os.environ, "CXX": "no-such-compiler"}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)

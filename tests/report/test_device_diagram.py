@@ -25,7 +25,7 @@ def test_many_equal_pipelines_are_drawn_once() -> None:
     strategy = Strategy.parse("32*<tp2,pp2>", 4)
     found = diagram(strategy, cluster(128, 8), Health())
     assert [row.ranks for row in found.rows] == [(0, 1), (2, 3)]
-    assert found.note == "31 of 32 pipelines are equal to a pipeline that is shown."
+    assert found.note == "31 of 32 pipelines are omitted because equal ones are shown."
     slow = diagram(strategy, cluster(128, 8), Health({5: 2.0}))
     assert [row.ranks for row in slow.rows] == [(0, 1), (2, 3), (4,), (5,), (6, 7)]
 

@@ -84,10 +84,13 @@ def test_memory_stands_beside_its_limit(costs: Costs) -> None:
     assert "(GB)" in memory.get_xlabel()
 
 
-def test_large_clusters_fit_on_a_page(tmp_path: Path) -> None:
+def test_large_clusters_fit_on_a_page() -> None:
     costs = priced.costs(LAYERS, priced.cluster(96, 8))
     found = plan(costs, "48*<tp2,pp1>", [1] * 48)
     assert len(device_figure(found, costs).axes[0].get_yticks()) <= TALLEST
-    write_device_picture(found, costs, tmp_path / "plan.png")
+
+
+def test_a_picture_is_written_whole(costs: Costs, tmp_path: Path) -> None:
+    write_device_picture(plan(costs, "<[0]x8>", [1]), costs, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob(".*.partial"))

@@ -38,9 +38,9 @@ def test_what_happened_in_order_with_what_it_cost() -> None:
     assert found is not None
     assert [(e.step, e.event, e.title) for e in found.events] == [
         (3, "fault", "rank lost"),
-        (3, "resumed", "went on"),
+        (3, "resumed", "resumed"),
         (5, "join", "rank joined"),
-        (5, "resumed", "went on"),
+        (5, "resumed", "resumed"),
         (6, "switch", "strategy switched: not done"),
     ]
     assert [e.at - found.begin_s for e in found.events] == pytest.approx([5, 5, 8, 8, 9])

@@ -83,9 +83,9 @@ def train_one(prepared: Ready, way: Way) -> Seen:
 
 def test_pipelines_ranks_homes_and_copies_change_no_bit() -> None:
     prepared = Ready.of(llama(layers=2, tied=True), ONE)
-    ways = [Way(ONE[:1]), Way(ONE[1:]), Way(ONE[3:], hg.Home([3, 1, 0, 2])), Way(ONE[1:2], hg.Home(copies=2))]
-    first, *others = hg.launch(train, 4, prepared, ways, timeout=LIMIT)[0]
-    assert all(other == first for other in others)
+    ways = [Way(ONE[:1]), Way(ONE[1:], hg.Home([3, 1, 0, 2], copies=2))]
+    first, other = hg.launch(train, 4, prepared, ways, timeout=LIMIT)[0]
+    assert other == first
     alone = train(prepared, [Way(["<tp1,pp1>"])])[0]
     assert alone == first
     exe = prepared.executable("<tp1,pp1>", adamw, max_grad_norm=0.5, check="off")

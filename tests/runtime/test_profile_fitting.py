@@ -104,7 +104,7 @@ def test_coefficients_are_never_negative() -> None:
 
 def test_a_bad_residual_is_a_failure() -> None:
     found = fit_work(ROWS, seconds(1e-9, 1e-6, 1e-4, noise=0.9, seed=3))
-    assert "differ from the model" in (found.failure or "")
+    assert "differ from the cost model" in (found.failure or "")
 
 
 def test_a_quadratic_part_within_the_noise_is_doubted() -> None:
@@ -225,7 +225,7 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
 
 def test_profiles_say_what_is_doubtful() -> None:
     one = fit_profile("alone", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, [])
-    assert one.notes == ("one rank has no links: no message was measured",)
+    assert one.notes == ("no message was measured, because one rank has no links",)
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
     two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
     assert "differ from latency + bytes / bandwidth" in two.notes[0]

@@ -188,7 +188,7 @@ def test_links_can_be_scaled(tmp_path: Path) -> None:
     assert cluster.link(0, 1) == Interconnect(450e9, 5e-6)
     both = Cluster.homogeneous(4, device=DEVICE, within_node=FAST, between_nodes=SLOW, ranks_per_node=2)
     assert both.scaled("within_node", 2).link(0, 1).bytes_per_s == 900e9
-    with pytest.raises(ValueError, match="scale within_node or between_nodes"):
+    with pytest.raises(ValueError, match="scale 'within_node' or 'between_nodes'"):
         both.scaled("nvlink", 2)
 
 

@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -66,6 +66,7 @@ def test_format_then_parse_is_the_identity(drawn: tuple[Parsed, int]) -> None:
     assert parse_strategy(format_strategy(*strategy), layers) == strategy
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(strategy_texts(), st.data())
 def test_white_space_is_free_except_between_flags_and_a_schedule(
     drawn: tuple[Parsed, int], data: st.DataObject

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps({"messages": [{"role": "system", "content": "be kind"}]}),
         {},
-        r"a.jsonl:1: no message of the assistant \(only of system\)",
+        r"a.jsonl:1: no assistant message \(only system\)",
     ),
     "both texts and chats": (
         "a.jsonl",
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
         "a.txt",
         "text",
         {"tokenizer": "SELF"},
-        "cannot be read .*: give one saved by",
+        "cannot be read .*: save it again with",
     ),
     "a tiny vocabulary": ("a.txt", "text", {"vocab_size": 20}, "vocab_size 20 is too small for 256 bytes and special"),
 }

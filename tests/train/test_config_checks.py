@@ -90,13 +90,13 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
         ({"strategies": ["<tp1,pp3>"]}, 1, r"strategies\[0\].*3 stages for 2 layers"),
         ({"strategies": ["<tp8,pp1>"]}, 8, r"strategies\[0\].*does not divide 4 attention heads"),
         ({"strategies": ["<tp1,pp1>", "none.yaml"]}, 1, r"strategies\[1\]: the file none.yaml does not exist: correct"),
-        ({"device": "mps"}, 1, "device 'mps': use cpu, or cuda"),
+        ({"device": "mps"}, 1, "device 'mps': use 'cpu', or 'cuda'"),
         (
             {"data__vocab_size": 10**30},
             1,
             "LlamaForCausalLM cannot be built .* a vocabulary of 10{30}:",
         ),
-        ({"elastic": {"copies": 2}}, 1, "two copies on 1 rank: start more ranks, or use copies 1"),
+        ({"elastic": {"copies": 2}}, 1, "two copies on 1 rank: start more ranks, or set copies to 1"),
         ({"home": "3,1"}, 3, "shares has 2 numbers, but the run has 3 ranks"),
         ({"compiled": "nowhere"}, 1, "compiled folder nowhere: its manifest.json"),
         ({"callbacks": ["nowhere:x"]}, 1, "callbacks: 'nowhere:x' cannot be loaded"),
@@ -115,7 +115,7 @@ def test_of_three_betas_the_config_is_refused() -> None:
 
 @pytest.mark.parametrize("device", ["tpu", "mps", "gpu"])
 def test_other_devices_are_refused(device: str) -> None:
-    with pytest.raises(ValueError, match=f"device '{device}': use cpu, or cuda"):
+    with pytest.raises(ValueError, match=f"device '{device}': use 'cpu', or 'cuda'"):
         join(device)
 
 
@@ -132,7 +132,7 @@ def test_a_missing_gpu_is_told() -> None:
         (
             "chat.jsonl",
             '{"messages": [{"role": "user", "content": "hi"}]}',
-            r"chat.jsonl:1: no message of the assistant",
+            r"chat.jsonl:1: no assistant message",
         ),
         ("numbers.jsonl", '{"ids": [1, 2]}', "'ids' is a list, not text"),
     ],

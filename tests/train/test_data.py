@@ -192,7 +192,7 @@ def test_a_tokenizer_keeps_its_configuration_and_may_lack_a_template(tmp_path: P
     given = tmp_path / "given"
     tokenizer.save(tokenizer.train_bpe(["a b c user assistant"], 300, ("<|endoftext|>", "<end>")), given)
     settings = {"tokenizer": str(given), "paths": [chat_file(tmp_path)], "max_length": 96}
-    with pytest.raises(ValueError, match=r"has no chat template, .* set data.chat_template to chatml"):
+    with pytest.raises(ValueError, match=r"has no chat template, .* set data.chat_template to 'chatml'"):
         check_data(config(tmp_path, **settings))
     (given / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "extra": 1}))
     directory = prepare(config(tmp_path, **settings, chat_template="chatml"))

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_was_asked_for_has_no_substitute(trained: Path, copied
     assert content(copied) == before
     result = again(trained, copied, "--resume-from", "6th")
     assert result.exit_code == 2
-    assert "--resume-from '6th': give a checkpoint of the run by its step, such as step-40" in result.stderr
+    assert "--resume-from '6th': name a checkpoint by its step, such as step-40" in result.stderr
 
 
 class Runs:

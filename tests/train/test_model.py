@@ -130,7 +130,7 @@ def test_a_directory_with_code_of_its_own_is_refused(how: Callable[..., object],
     (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
     arguments = (0, 0) if how is build_model else (0,)
     with pytest.raises(
-        ValueError, match=r"model\.path .*its own Python code .* is not run.* model\.trust_remote_code: true"
+        ValueError, match=r"model\.path .*its own Python code .* is not run.* 'model\.trust_remote_code: true'"
     ):
         how(ModelConfig(path=str(tmp_path)), 10, *arguments)
 

@@ -93,7 +93,7 @@ def test_tensorboard_shows_what_happened_to_ranks(tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     texts = {tag.removesuffix("/text_summary"): events.Tensors(tag) for tag in events.Tags()["tensors"]}
-    assert texts.keys() == {"ranks/slow rank", "ranks/rank lost", "ranks/went on"}
+    assert texts.keys() == {"ranks/slow rank", "ranks/rank lost", "ranks/resumed"}
     assert [(e.step, e.tensor_proto.string_val[0]) for e in texts["ranks/rank lost"]] == [(3, b"rank 1 failed")]
     numbers = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert numbers == {

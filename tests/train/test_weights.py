@@ -109,9 +109,9 @@ def test_a_whole_model_can_still_be_built(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ({"weights": "a", "path": "b"}, "model: give architecture"),
-        ({}, "model: give architecture"),
-        ({"weights": "a", "config": {}}, "model: config cannot change a model from weights"),
+        ({"weights": "a", "path": "b"}, "model: give 'architecture'"),
+        ({}, "model: give 'architecture'"),
+        ({"weights": "a", "config": {}}, "model: 'config' cannot change a model from 'weights'"),
         ({"weights": 3}, "model: weights is 3"),
     ],
 )

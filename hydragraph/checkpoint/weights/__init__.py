@@ -1,1 +1,1 @@
-"""Readers and writers of the weights of Hugging Face directories."""
+"""Reading and writing of weights in Hugging Face directories."""

@@ -1,4 +1,4 @@
-"""Detection of heads that belong only to other classes of a model's family and need not be read.
+"""Detection of stored heads that the model does not have, but other classes with its config do; they are not read.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """
@@ -17,14 +17,14 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Classes that share a model's config."""
+    """The classes that use a model's config."""
 
     kinds: tuple[type[nn.Module], ...] = ()
     config: Any = None
 
     @staticmethod
     def of(model: nn.Module) -> Family:
-        """Collect the classes in the Python modules that define a transformers model's class and its bases."""
+        """Collect classes from the Python modules that define a transformers model's class and its bases."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)

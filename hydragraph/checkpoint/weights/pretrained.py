@@ -31,11 +31,11 @@ _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that co
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Conversion of names in files to names of a model.
+    """Conversion of names in files to names in a model.
 
     Attributes:
-        sources: key of the model's state dict -> canonical parameter or buffer.
-        prefix: prefix of the base model's names, in files of a model with a head; None for a custom module.
+        sources: state-dict key -> canonical name of the parameter or buffer.
+        prefix: `base_model_prefix` of a transformers model; None for other modules.
     """
 
     sources: Mapping[str, str]
@@ -92,12 +92,12 @@ class Names:
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
     """Read this rank's weights, and all persistent buffers, from a directory.
 
-    All ranks call this together. All headers are checked before any weight changes. Tensors stored under tied names
-    must be equal. Heads of other classes, and keys that transformers ignores, are not read.
+    All ranks call this together. All headers are checked before any weight changes. If stored tensors are tied in the
+    model, they must be equal. Heads of other classes, and keys that transformers ignores, are not read.
 
     Raises:
         ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
-        Unsupported: tensors are quantized or must be computed from others, or files are pickled.
+        Unsupported: tensors are quantized, stored in pickle files, or need an unsupported conversion.
     """
     what = f"load pretrained {path}"
     stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
@@ -135,7 +135,7 @@ def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
 def _class(path: Path) -> str:
     try:
         classes = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
-        return f" ({classes[0]} with the config in their directory)"
+        return f" ({classes[0]}, with the directory's config)"
     except (OSError, LookupError, TypeError, ValueError):
         return ""
 
@@ -167,7 +167,7 @@ def _refuse_misfit(
     ]
     if faults:
         more = (
-            "" if missing or wrong else "; or drop these tensors with from_pretrained and save_pretrained of your class"
+            "" if missing or wrong else "; or drop these tensors: from_pretrained of your class, then save_pretrained"
         )
         remedy = f"build the model that the files belong to{_class(path)}{more}"
         raise ValueError(f"pretrained {path}: {'; '.join(faults)}: {remedy}")
@@ -179,7 +179,7 @@ def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
             raise Unsupported(
                 f"{stored.key} is stored as {stored.dtype}",
                 where=f"pretrained {path}",
-                remedy="dequantise the model with transformers and save it as bf16 or fp32",
+                remedy="dequantize the model with transformers and save it as bf16 or fp32",
             )
 
 

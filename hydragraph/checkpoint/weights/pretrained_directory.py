@@ -34,7 +34,7 @@ class Shell:
         return fp32_keys(self.model)
 
     def keys(self, merged: bool) -> frozenset[str] | None:
-        """Return the keys that `write` needs; None: all keys."""
+        """Return the keys of the tensors that `write` needs; None: all."""
         return adapter_keys(self.model) if is_peft(self.model) and not merged else None
 
     def write(
@@ -62,7 +62,7 @@ class Shell:
 
 
 def published_keys(shell: Shell) -> frozenset[str] | None:
-    """Return the keys that `published_names` needs; None: all keys."""
+    """Return the keys of the tensors that `published_names` needs; None: all."""
     if not is_peft(shell.model):
         return None
     adapters = adapter_names(shell.model)
@@ -80,7 +80,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
     Args:
         shell: the model, or None to keep all names.
-        state: tensors by state-dict key; groups such as experts must be complete.
+        state: tensors by state-dict key; groups such as a layer's experts must be complete.
     """
     if shell is None:
         return dict(state)
@@ -94,7 +94,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the state-dict keys that a model's classes list as fp32, or create in fp32."""
+    """Return the state-dict keys of tensors that the model's classes keep or create in fp32."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -125,14 +125,14 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     """Return the base model with the active adapters merged in.
 
-    A head that then differs from its tied embeddings is untied.
+    If the head then differs from the embeddings that it is tied to, the two are untied.
     """
-    # Merging adds in place, so tied weights are copied.
+    # Merging changes weights in place, so tied weights are copied.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft unsets this if tied weights share no memory
+    before = [config.tie_word_embeddings for config in configs]  # peft may set this to False
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:
@@ -165,7 +165,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def check(shell: Shell | None, merged: bool) -> Shell:
-    """Return the shell if the output can be written, else raise Unsupported."""
+    """Return `shell`; raise Unsupported if its model cannot be written."""
     if shell is None:
         raise Unsupported(
             "a model that is not from transformers",

@@ -1,4 +1,4 @@
-"""Directories of safetensors files, and readers of boxes of their tensors."""
+"""Directories of safetensors files, and functions that read boxes of the stored tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Read = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file; `dtype` is the dtype's name in safetensors."""
+    """One tensor of a file; `dtype` is a safetensors name, such as "BF16"."""
 
     file: Path
     key: str
@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, Stored]:
     absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
         raise ValueError(
-            f"pretrained {path}: {_INDEX} lists missing tensors: {shortened(absent)}: copy the directory again"
+            f"pretrained {path}: {_INDEX} lists tensors that no file has: {shortened(absent)}: copy the directory again"
         )
     return tensors
 
@@ -54,7 +54,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if not (path / _INDEX).is_file():
         if any((path / name).is_file() for name in _PICKLED):
             raise Unsupported(
-                "its weights are pickled (.bin), which cannot be read in parts and can run any code",
+                "its weights are pickle files (.bin), which cannot be read in parts and can run any code",
                 where=f"pretrained {path}",
                 remedy="read them once with transformers' from_pretrained and write safetensors with save_pretrained",
             )

@@ -1,4 +1,4 @@
-"""Tensors that files store split or merged, as in some models' directories on the Hugging Face hub.
+"""Model tensors that are split or merged in files, as for some models on the Hugging Face Hub.
 
 gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
 the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
@@ -19,10 +19,10 @@ from hydragraph.checkpoint.weights.safetensors_files import Stored
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Stored tensor as a part of a tensor of the model.
+    """A stored tensor as a part of a model tensor.
 
     Attributes:
-        at: start of the piece in the model's tensor; negative if that tensor begins inside the piece.
+        at: start of the piece in the model tensor; negative if the model tensor begins inside the piece.
     """
 
     stored: Stored
@@ -52,7 +52,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredOverlap:
-    """Overlap of a piece with a box of the model's tensor.
+    """Overlap of a piece with a box of the model tensor.
 
     Attributes:
         source: offsets and sizes within the stored tensor.
@@ -65,7 +65,7 @@ class StoredOverlap:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of the model, and the stored pieces (usually one) that form it."""
+    """A model tensor, and the stored pieces (usually one) that form it."""
 
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
@@ -87,10 +87,10 @@ class Whole:
 
 
 def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
-    """Return the tensors that a converter builds from stored tensors; None if the converter computes values.
+    """Return the model tensors that a converter builds from stored tensors; None if the converter computes values.
 
     Args:
-        stored: pattern of the converter -> stored tensors, in the order of their names.
+        stored: source pattern of the converter -> stored tensors, sorted by name.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 

@@ -6,7 +6,7 @@ A rank is accused when
 - no rank has made progress for `progress_s` while some ranks wait (`Stall`): a rank that does not wait is accused, or
   the last rank if all ranks wait.
 
-The detector counts at most half a second between two observations, because it may have been stopped itself.
+Between two observations, the detector counts at most half a second, because its own process may have been stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
 
 @dataclass(frozen=True)
 class Accusation:
-    """The accused rank, and its error; `stalled`: its process is alive but makes no progress."""
+    """The accused rank, and its error; `stalled` means that its process is alive but makes no progress."""
 
     rank: int
     error: str
@@ -56,7 +56,7 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Add observations, made `elapsed` seconds after the last ones; return the resulting accusation.
+        """Add observations, made `elapsed` seconds after the last; return an accusation if they justify one.
 
         Args:
             others_run: whether a process that is not in `seen` is running.
@@ -114,5 +114,5 @@ class Stall:
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this rank" if busy else "all ranks wait"
         error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
-        # If all ranks wait, a link may be down. The first rank may still reach all others, so accuse the last.
+        # If all ranks wait, a link may be down. The first rank may still reach all others, so the last is accused.
         return Accusation(min(busy) if busy else max(waits), error, stalled=True)

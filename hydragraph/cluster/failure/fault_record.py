@@ -18,7 +18,7 @@ class Fault:
     Attributes:
         instruction: the failed rank's instruction or call; "" if unknown.
         stalled: whether the rank is alive but makes no progress.
-        index: index of the instruction, if the writer cannot describe the instruction.
+        index: the instruction's index, if the writer cannot describe the instruction.
     """
 
     rank: int

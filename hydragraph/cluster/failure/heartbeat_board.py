@@ -40,7 +40,7 @@ class _Line(ctypes.Structure):
     _fields_ = (
         ("moves", ctypes.c_int64),
         ("step", ctypes.c_int64),
-        ("index", ctypes.c_int64),  # of the instruction, + 1; 0: outside a step
+        ("index", ctypes.c_int64),  # instruction's index + 1, or 0 outside a step
         ("progress_s", ctypes.c_double),
         ("waiting", ctypes.c_bool),
         ("left", ctypes.c_bool),  # the rank no longer needs the others
@@ -50,13 +50,13 @@ class _Line(ctypes.Structure):
 
 
 class Board:
-    """Shared memory of one host: a line for each rank (`RankProgress`), then a line for `progress_s`.
+    """Shared memory of one host, with a line for each rank (`RankProgress`) and a last line for `progress_s`.
 
     Args:
         descriptor: open file of the board's size; the board closes the file.
 
     Attributes:
-        lines: line of each rank, with flags `waiting`, `left` and `finished`; a rank writes only its own line.
+        lines: each rank's line, with flags `waiting`, `left` and `finished`; a rank writes only its own line.
     """
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:

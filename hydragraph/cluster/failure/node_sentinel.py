@@ -1,7 +1,7 @@
-"""Sentinel: one process on each of several machines; it reports on the machine's ranks and monitors other machines.
+"""Sentinel: a process on each of several machines, which reports on its machine's ranks and monitors other machines.
 
 A healthy rank may hold the interpreter lock for a minute, so a separate process observes the ranks and writes
-heartbeats to the store. If the heartbeats stop, the machine or its link is lost.
+heartbeats to the store. If heartbeats stop, the machine or its link is lost.
 
 A sentinel exits as soon as the store has a fault, or 3 s after its last rank has ended or closed its watch.
 """
@@ -36,13 +36,11 @@ _ROLL_S = 1.0
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)
 _IDLE_S = 3.0  # a sentinel exits after this time without ranks
 _LOOK_S = 0.5
-_STARTS = 3  # failed starts of a sentinel until its machine counts as lost
+_STARTS = 3  # maximum starts of a sentinel; without one, its machine counts as lost
 
 
 @dataclass(frozen=True)
 class Post:
-    """Parameters of a sentinel."""
-
     address: str
     port: int
     namespace: str
@@ -120,7 +118,7 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel must exit; `watching`: whether each rank is alive with an open watch."""
+        """Return whether the sentinel must exit; `watching` is true for each live rank with an open watch."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 

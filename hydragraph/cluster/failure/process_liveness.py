@@ -47,7 +47,7 @@ class WatchedProcess:
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return the state, and the CPU time in system ticks (0 if unknown)."""
+        """Return the state and the CPU time in system ticks (0 if unknown)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
@@ -77,7 +77,7 @@ def _exists(pid: int) -> ProcessState:
 
 
 def machine() -> str:
-    """Return an identifier of the host or container, with its process and network namespaces."""
+    """Return an identifier of the host or container and its process and network namespaces."""
     parts = [socket.gethostname()]
     for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
         try:

@@ -1,4 +1,4 @@
-"""Registry, in the store, of each machine's ranks and progress board; reading it never waits."""
+"""Registry of each machine's ranks and progress board, kept in the store; reads never wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hydragraph.cluster.failure.process_liveness import WatchedProcess
 
 @dataclass(frozen=True)
 class RollEntry:
-    """A rank of a machine."""
-
     rank: int
     host: str
     process: WatchedProcess

@@ -2,8 +2,8 @@
 
 docs/architecture.md lists the detected failures. After a fault:
 
-1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down the sockets of its
-   communicators (NCCL: aborts the communicators), because gloo never ends a wait on a live rank that does not answer.
+1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down its communicators'
+   sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not answer.
 2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
    middle of a message). To make this possible, waits run on a separate thread.
 3. Every rank except the failed one raises RankFailure for the agreed fault, in this call and in every later call.
@@ -53,9 +53,9 @@ _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _LOOKED_AT = 8  # ranks checked per poll, on average
 _ROLL_S = 1.0  # interval between checks for newly registered ranks
-_HEAD_START = timedelta(seconds=0.3)  # for waits on a closed peer to fail
-_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown
-_MEETING = timedelta(seconds=30)  # for the store to answer
+_HEAD_START = timedelta(seconds=0.3)  # time for waits on a closed connection to fail
+_LAST_CHANCE = timedelta(seconds=0.5)  # time for waits to end after the shutdown
+_MEETING = timedelta(seconds=30)  # time for the store to answer
 _TOGETHER = (ValueError, FloatingPointError, Stopped)
 _AGREED = "_hydragraph_agreed"
 
@@ -182,10 +182,10 @@ class Watch:
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step in this context, as `calling` does; any error that is not `agreed` is this rank's failure.
+        """Run one step in this context, like `calling`; any error that is not `agreed` is this rank's failure.
 
         Args:
-            describe: returns the text of an instruction by rank, index and step; called from any thread.
+            describe: function that returns an instruction's text by rank, index and step; any thread may call it.
         """
         self._step = number
         if describe is not None:
@@ -260,7 +260,7 @@ class Watch:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Inside a watched call, mark RuntimeErrors of this context as communication errors."""
+        """Mark RuntimeErrors in this context as communication errors, if a watched call is in progress."""
         try:
             yield
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):
@@ -293,7 +293,7 @@ class Watch:
             self.call(work.wait, waiter)
 
     def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
-        """Return the result of a function that waits for other ranks; raise once communication is shut down."""
+        """Return the result of a function that waits for other ranks, or raise once communication is shut down."""
         with self.communicating():
             if self.ranks == 1:
                 return function()
@@ -321,7 +321,7 @@ class Watch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Record this rank's error as the fault, unless one is recorded; shut down this rank's communication."""
+        """Record this rank's error as the fault, unless a fault is recorded; shut down this rank's communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
@@ -339,7 +339,7 @@ class Watch:
             self._cut_off("is lost: another machine leads now")
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Find the rank that caused a communication error, within seconds; if none is found, name this rank."""
+        """Search a few seconds for the rank that caused a communication error; if none is found, name this rank."""
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
@@ -372,7 +372,7 @@ class Watch:
             self._thread.join()
         self._thread = None
         self._waiter.close()
-        if self._asker.close():  # otherwise its thread may still read the board
+        if self._asker.close():  # otherwise the asker's thread may still read the board
             self._board.close()
         atexit.unregister(self._end_of_process)
 
@@ -416,7 +416,7 @@ class Watch:
         self._asker.silent_s += min(elapsed, PAUSE_S)
         if self._fault is not None:
             return
-        # The most reliable evidence comes first. Outside of calls, a rank accuses only ended processes.
+        # The most reliable evidence comes first. Outside of calls, only ended processes are accused.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
@@ -439,7 +439,7 @@ class Watch:
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Record a fault on this rank only, because it cannot inform the others."""
+        """Record a fault on this rank only, because this rank cannot reach the store."""
         error = f"the rendezvous store {how}"
         self._fault = Fault(self.rank, self._step, self._instruction(self.rank), error, self._host)
 

@@ -10,13 +10,16 @@
     UNREACHABLE_S  silence of the store, or of the leader as seen by a deputy     a rank or a deputy gives up
     SILENT_S       silence of a machine's sentinel, or of a deputy                the machine is lost
     PROGRESS_S     waits of ranks while no rank makes progress                    a rank that does not wait has failed
+    RETURN_S       absence of machines that may have been lost with a leader      the next leader continues without them
 
 The limits depend on each other:
 
 - ENDED_S < SUSPECT_S < PATIENCE_S: the search for a cause finds a process that ended or stopped.
 - UNHEARD_S + 3 s + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. After an outage, probes
-  recover within 2 s. TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
+  recover within 2 s, and TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
 - UNREACHABLE_S < SILENT_S: a disconnected machine ends its ranks before the others continue without them.
+
+`supervision/leadership.py` contains the limits of an elected leader.
 """
 
 from __future__ import annotations
@@ -32,3 +35,4 @@ CUT_S = 6.0
 UNREACHABLE_S = 7.0
 SILENT_S = 8.0
 PROGRESS_S = Elastic.progress_s
+RETURN_S = 60.0

@@ -18,10 +18,10 @@ _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return environment variables for short spinning; {} on an idle machine, or if `environment` sets them.
+    """Return environment variables for short spinning, or {} if the machine is idle or `environment` sets them.
 
     Args:
-        busy: average number of busy cores; None: this machine's load average.
+        busy: average number of busy cores, or None for this machine's load average.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         return {}

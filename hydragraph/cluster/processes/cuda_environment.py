@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 _LOG = logging.getLogger(__name__)
 
-# The first of these variables that is set counts.
+# PyTorch uses the first of these variables that is set.
 _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _NO_HANDLING = "0"
 _CLEAN_UP_ONLY = "2"
@@ -16,7 +16,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
-    """Set a rank's variables; keep the user's values, with a warning about harmful ones.
+    """Set a rank's variables, but keep the user's values, and warn about harmful values.
 
     - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer.
       The watch aborts communicators itself, which PyTorch supports at 0 only

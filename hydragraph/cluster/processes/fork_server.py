@@ -1,4 +1,4 @@
-"""Fork server for ranks, which cleans up however its launcher ends.
+"""Fork server for ranks that cleans up even if its launcher is killed.
 
 multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group,
 or a failed fork, ends that server and every rank, even during a save. The server of this module continues.

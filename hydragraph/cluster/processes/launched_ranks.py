@@ -43,9 +43,9 @@ from hydragraph.cluster.processes.rank_process import (
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # for other ranks to fail on their own
-_CULPRIT_S = 2.0  # for the rank at fault to report
-_EXIT_S = 5.0  # for a finished rank's process to exit
+_GRACE_S = 8.0  # time for other ranks to fail on their own
+_CULPRIT_S = 2.0  # time for the rank at fault to report
+_EXIT_S = 5.0  # time for a finished rank's process to exit
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
 
@@ -97,8 +97,6 @@ class NotStarted(AbsentProcess):
 
 @dataclass
 class RankHandle:
-    """One rank's process, and its outcome once known."""
-
     rank: int
     process: BaseProcess | AbsentProcess
     connection: Connection
@@ -154,7 +152,7 @@ def forget(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the fork server is stopped; after `patience_s` seconds, kill the server and so its ranks."""
+    """Wait while the fork server is stopped; after `patience_s` seconds, kill it, which also ends its ranks."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return
@@ -197,7 +195,7 @@ class Stops:
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return a rank that was stopped for too long while others ran, and a description."""
+        """Return a rank that was stopped too long while others ran, and a description, or None."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
@@ -219,7 +217,7 @@ def wait_for_outcomes(
     """Wait up to `wait_s` seconds for an outcome; yield processes that have an outcome.
 
     Args:
-        visible: processes whose state this machine can observe; None: all.
+        visible: processes whose state this machine can observe, or None for all.
     """
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
     ready = set(multiprocessing.connection.wait(signs, wait_s))

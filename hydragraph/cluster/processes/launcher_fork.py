@@ -1,8 +1,8 @@
-"""Fork server forked from the launcher, which has already imported torch and models.
+"""Fork server that is forked from the launcher, which has already imported torch and models.
 
 The launcher must have no GPU and a single thread, because a fork loses other threads and never releases their locks.
 
-Ranks start with the state of a new interpreter, except in imported modules.
+Ranks start like a new interpreter, except that modules are already imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _kept: list[object] = []
 
 
 def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
-    """Make a fork of this process the fork server; return False if that is impossible."""
+    """Fork this process to create the fork server; return False if that is impossible."""
     return _can_fork() and _forked(preload, classes)
 
 
@@ -59,7 +59,7 @@ def _can_fork() -> bool:
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Make a fork the server; return False if this process has several threads.
+    """Fork this process as the server; return False if it has several threads.
 
     Threads are counted after the fork, because some (OpenBLAS's) end just before a fork.
     """

@@ -42,7 +42,7 @@ class Seat:
 
     Attributes:
         node: index of the machine.
-        here: number of ranks of the machine; 0: all ranks are on one machine.
+        here: number of ranks on this machine; 0 means all ranks.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Raised:
-    """An error, pickled if possible; `when` is a time of the host's monotonic clock, in seconds."""
+    """An error, pickled if possible; `when` is the host's monotonic time in seconds."""
 
     when: float
     error: bytes | None
@@ -81,7 +81,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """Outcome of a process that ended without reporting: how and when it ended."""
+    """The end of a process that reported no outcome: when and how it ended."""
 
     when: float
     how: str

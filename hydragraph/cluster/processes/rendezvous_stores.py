@@ -21,12 +21,12 @@ def hosted(address: str, port: int) -> Any:
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
     """Return a socket that listens at the address by which other processes reach this host.
 
-    The socket listens on all addresses if other processes may resolve the name differently, because it has several
-    addresses, a loopback address (Debian maps a host's own name to 127.0.1.1), or the address of a gateway.
+    The socket listens on all addresses if other processes may resolve the name differently, because the name has
+    several addresses, a loopback address (Debian maps a host's own name to 127.0.1.1), or a gateway's address.
 
     Args:
         address: name or address of this host, as used by other processes.
-        port: port number; 0: any free port.
+        port: port number, or 0 for any free port.
     """
     addresses = resolved(address)
     one = len(addresses) == 1 and (address in addresses or not is_loopback(addresses[0]))
@@ -41,7 +41,7 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
 
 
 def resolved(address: str) -> list[str]:
-    """Return the addresses of a name, without duplicates; [] if it cannot be resolved."""
+    """Return the addresses of a name without duplicates, or [] if the name cannot be resolved."""
     try:
         every = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:

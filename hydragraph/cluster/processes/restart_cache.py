@@ -1,6 +1,6 @@
 """Cache of the first ranks' results, for processes that replace lost ranks.
 
-The cache is a private folder, which exists until the elastic launch ends.
+The cache is a private folder that exists until the elastic launch ends.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class SharedFile:
         return _received, (reduction.DupFd(self.descriptor),)
 
     def write(self, value: object) -> None:
-        """Write a value; classes and functions without a module are pickled by value."""
+        """Write a value; functions and classes without a module are pickled by value."""
         with os.fdopen(os.dup(self.descriptor), "wb") as file:
             try:
                 self._write(value, file)
@@ -75,7 +75,7 @@ def _received(descriptor: Any) -> SharedFile:
 
 
 def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
-    """Call a function in a separate process, and write its result into a file; raise its error."""
+    """Call a function in a separate process, and write its result to a file or raise its error."""
     member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
         limit = float("inf") if timeout is None else timeout.total_seconds()

@@ -46,10 +46,10 @@ class Requests(Protocol):
 
     @property
     def signal(self) -> int:
-        """First signal received; 0: none yet."""
+        """First signal received, or 0."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Only record requests in this context."""
+        """Record requests in this context, without acting on them."""
 
 
 class Relay:
@@ -78,7 +78,7 @@ class Stopping:
 
     Args:
         grace_s: seconds within which the process ends after a request.
-        relay: a launcher's processes; None if this process does the work.
+        relay: a launcher's processes, or None if this process does the work.
         led: whether this process is a rank of a launcher.
     """
 

@@ -1,9 +1,9 @@
 """Rendezvous round under torchrun, whose store still has the values of earlier attempts.
 
 1. Rank r writes a new random word at `joining/r`.
-2. Rank 0 proposes a name with the words of all ranks. If a word changes, that rank was restarted, and rank 0 proposes a
-   new name.
-3. A rank agrees at `agreed/NAME/r` if the proposal contains its word and is therefore newer than the rank.
+2. Rank 0 proposes a name with all ranks' words. If a word changes, its rank was restarted, and rank 0 proposes a new
+   name.
+3. A rank agrees at `agreed/NAME/r` if the proposal contains the rank's word, and so is newer than the rank.
 4. After all ranks have agreed, rank 0 confirms the name.
 """
 
@@ -65,7 +65,7 @@ def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
             store.set(f"agreed/{name}/{rank}", "")
         if agreed and _get(store, "confirmed") == agreed:
             return agreed
-        limit.wait("rank 0 has not confirmed that all have arrived" if agreed else "rank 0 has not arrived")
+        limit.wait("rank 0 has not confirmed that all ranks have arrived" if agreed else "rank 0 has not arrived")
 
 
 def _get(store: Store, key: str) -> str:

@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.01  # while a member waits for a generation
 _EAR_S = 0.05  # while a member works
 
-CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this member; signal numbers are smaller
+CALLED = 1000  # `Executable.stopping` if the coordinator calls this member; greater than signal numbers
 
 
 class Dismissed(BaseException):
@@ -41,7 +41,7 @@ class Member:
     """This process as a member of an elastic launch.
 
     Args:
-        connect: returns a new client of the store, because an old client may still be waiting.
+        connect: function that returns a new client of the store, because an old client may still be waiting.
         late: whether the other members are already running.
         grace_s: seconds after SIGTERM until this process ends, even if its state is not handed over.
         folder: private folder of the supervisor, if the store moves with the leader.
@@ -106,10 +106,11 @@ class Member:
         return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
-        """Leave the current generation, and enter the next one, with an initialized process group.
+        """Leave the current generation, and enter the next one with an initialized process group.
 
         Args:
-            failure: error that names the rank at fault; None: the coordinator called this member, or it is new.
+            failure: error that names the rank at fault, or None if the coordinator called this member or the member is
+                new.
         """
         while True:
             accuses = self._accused(failure)

@@ -7,7 +7,7 @@ the members' registers and writes orders. The coordinator and the members poll, 
    (`after`).
 2. After all live members have left the current generation, the coordinator proposes the next generation: these members
    in rank order, then new members up to the target size.
-3. Each proposed member agrees. If one of them dies first, the coordinator makes a proposal with the next number.
+3. Each proposed member agrees. If a member dies first, the coordinator makes a proposal with the next number.
 4. After all of them have agreed, the coordinator confirms the proposal, and its members enter the generation.
 
 So no two generations are ever active at the same time.
@@ -26,11 +26,11 @@ class Said:
     """A member's register.
 
     Attributes:
-        after: last generation that the member has left permanently; 0: none.
+        after: last generation that the member has left permanently, or 0.
         ready: whether the member is in no generation and waits for one.
         agreed: last proposal that the member agreed to.
         entered: last generation that the member began to enter.
-        holds: generation in whose layout the member holds state; 0: it holds none.
+        holds: generation in whose layout the member holds state, or 0 without state.
         accuses: failed members of the generation that the member left.
         leaving: whether the member was asked to end, and wants to hand over its state.
         left: whether the member no longer needs the others.
@@ -56,11 +56,11 @@ class Generation:
         number: counted from 1.
         members: member number of each rank.
         leaving: members that hand over their state and end.
-        holds: generation in whose layout members hold state; 0: they hold none.
-        before: the rank that each member had in generation `holds`; None: it holds no state of that generation.
+        holds: generation in whose layout members hold state, or 0 without state.
+        before: each member's rank in generation `holds`, or None if it holds no state of that generation.
         lost: members of the previous generation that are not in this one.
         joined: members that were not in the previous generation.
-        ending: why this generation only saves and ends; "": it continues.
+        ending: why this generation only saves and ends; "" if it continues.
     """
 
     number: int = 0
@@ -80,10 +80,10 @@ class Orders:
     Attributes:
         proposal: the newest proposal, confirmed or not.
         confirmed: number of the newest confirmed generation.
-        call: generation number; members of earlier generations must meet between two iterations.
+        call: number of a generation; members of earlier generations must meet between two iterations.
         out: members that the others have given up.
         stop: whether to stop the work after the current step.
-        over: why no further generation forms; "": generations still form.
+        over: why no further generation forms; "" while generations form.
     """
 
     proposal: Generation = Generation()
@@ -107,7 +107,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        formed: number -> members in rank order, for the current generation and those whose state is still held.
+        formed: generation number -> members in rank order, for the current generation and those whose state is held.
     """
 
     orders: Orders = Orders()
@@ -149,7 +149,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
 
 
 def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
-    """Return the members that others wait for, because they have yet to leave, accept or enter a generation."""
+    """Return the members for which others wait, until they leave, accept or enter a generation."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal
@@ -206,7 +206,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
 def _held(
     members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, tuple[int | None, ...]]:
-    """Return the newest generation in whose layout any member holds state, and the members' ranks in it.
+    """Return the newest generation in whose layout any member holds state, and each member's rank in it.
 
     A member holds state of a generation only after all members of that generation have received their state.
     """
@@ -216,7 +216,7 @@ def _held(
 
 
 def attend(member: int, said: Said, orders: Orders) -> Said | Generation | None:
-    """Return a waiting member's new register, or the generation to enter; None: keep waiting."""
+    """Return a waiting member's new register, the generation to enter, or None to keep waiting."""
     proposal = orders.proposal
     if orders.over or member in orders.out or member not in proposal.members or proposal.number <= said.after:
         return None

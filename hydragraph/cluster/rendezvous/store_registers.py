@@ -16,7 +16,7 @@ class Peer:
     """Public description of a process.
 
     Attributes:
-        seat: the initial rank of this process, or of the process that it replaces.
+        seat: initial rank of this process or of the process that it replaces.
         device: compute device; "" until reported.
     """
 
@@ -50,7 +50,7 @@ class Registers:
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def adopt(self, peer: Peer, said: Said) -> None:
-        """Write the registers of an earlier leader's member, unless the member has written them."""
+        """Write the registers of an earlier leader's member unless the member has written them."""
         self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 

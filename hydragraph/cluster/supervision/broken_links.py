@@ -1,4 +1,4 @@
-"""Choice of the machines to drop if two machines reach the leader, but not each other.
+"""Choice of machines to drop if two machines reach the leader but not each other.
 
 When a pair has been broken for `CUT_S`, the leader drops machines, preferably those with few ranks, until no broken
 pair remains. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
@@ -21,9 +21,9 @@ class MachineLinks:
     """State of the links between machines.
 
     Attributes:
-        broken_s: seconds since each broken pair broke.
+        broken_s: for each broken pair, seconds since it broke.
         dropped: machines that are not in use, each with a machine that it did not reach.
-        healed_s: seconds for which each dropped machine has reached all machines in use.
+        healed_s: for each dropped machine, seconds since it began to reach all machines in use.
     """
 
     broken_s: Mapping[Pair, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
     """Return the state after `elapsed` seconds in which these pairs were broken.
 
     Args:
-        broken: pairs of machines that do not hear each other although the leader hears both machines.
+        broken: pairs of machines that do not hear each other although the leader hears both.
     """
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
     dropped = dict(links.dropped)
@@ -47,7 +47,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
             del dropped[node], healed_s[node]
     in_use = {pair: seconds for pair, seconds in broken_s.items() if dropped.keys().isdisjoint(pair)}
     if any(seconds >= CUT_S for seconds in in_use.values()):
-        # Pairs that broke together are reported one by one, so recent ones count too.
+        # Pairs that break together are reported one by one, so recently broken pairs count too.
         dropped |= smaller_side([pair for pair, seconds in in_use.items() if seconds >= CUT_S / 2], ranks)
     return MachineLinks(broken_s, dropped, healed_s)
 
@@ -55,7 +55,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
 def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:
     """Return the machines to drop, each with a machine in use that it does not reach.
 
-    The machine with the fewest ranks per broken pair is dropped first; among equal machines, the last one.
+    The machine with the fewest ranks per broken pair is dropped first, and the last such machine if several are equal.
     """
     apart: dict[int, set[int]] = {}
     for one, other in broken:

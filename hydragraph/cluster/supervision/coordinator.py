@@ -7,7 +7,7 @@ and end processes when the leader tells them to.
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
 
-With a register (`election`) any machine may lead, and deputies' processes continue under the next leader.
+With a register (`election`), any machine may lead, and deputies' processes continue under the next leader.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ class Nodes:
     """The machines of a run, including this one; a launcher started one process on each.
 
     Attributes:
-        number, count: index of this machine, and number of machines.
+        number: index of this machine.
+        count: number of machines.
         address, port: address and port of the launcher's store, which is on machine 0.
-        shared: whether the launcher hosts this store; otherwise the process of machine 0 does.
+        shared: whether the launcher, not the process of machine 0, hosts this store.
         again: errors that make the leader restart the run.
-        election: election of the leader; None: machine 0 leads.
+        election: election of the leader, or None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
 
@@ -74,8 +75,7 @@ class Nodes:
     handed: Handed | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat (a rank or a spare): ranks are distributed evenly in order, and spares
-        round-robin."""
+        """Return the machine of a seat (rank or spare): ranks are spread evenly in order, and spares round-robin."""
         return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
 
     def here(self, number: int, ranks: int) -> int:
@@ -84,7 +84,7 @@ class Nodes:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return `Nodes` from the environment of a launcher with one process per machine; else None."""
+    """Return `Nodes` if the environment is of a launcher with one process per machine, else None."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
@@ -97,7 +97,7 @@ def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | N
 
 @dataclass(frozen=True)
 class Seated:
-    """Seat of a member; `late`: the member started while others were running."""
+    """Seat of a member; `late` if the member started while others were running."""
 
     seat: int
     late: bool
@@ -114,7 +114,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy has connected; `members`: processes that it runs for an earlier leader."""
+    """A deputy has connected; `members` are the processes that it runs for an earlier leader."""
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Welcome:
     """The leader has accepted a deputy.
 
     Attributes:
-        kept: whether the members that the deputy named continue; otherwise the deputy ends them.
+        kept: whether the members that the deputy named continue; if not, the deputy ends them.
     """
 
     kept: bool
@@ -176,7 +176,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended with `error` ("": success), or is being restarted (`again`)."""
+    """The run has ended with `error` ("" after success), or is being restarted (`again`)."""
 
     error: str = ""
     again: bool = False
@@ -184,8 +184,6 @@ class Over:
 
 @dataclass(frozen=True)
 class ProbeAddress:
-    """Address of this machine for probes."""
-
     address: Address
 
 
@@ -213,8 +211,8 @@ class Link:
     """One end of the connection between the leader and a deputy.
 
     Attributes:
-        term: term of the elected leader; 0: there is no election.
-        down: why the link is given up; "": the link is up.
+        term: term of the elected leader, or 0 without an election.
+        down: why the link is given up; "" while it is up.
         silent_s: seconds since the other end's last message.
     """
 
@@ -246,7 +244,7 @@ class Link:
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
         now = time.monotonic()
-        # After a pause of this process, messages may be waiting.
+        # After this process was paused, messages may be waiting.
         self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
         self._before = now
         if self.silent_s >= self._patience_s:
@@ -291,7 +289,7 @@ class _Post:
 
 
 class Hub:
-    """The leader's links to all deputies; `port`: port of the leader's store."""
+    """The leader's links to all deputies; `port` is the port of the leader's store."""
 
     def __init__(self, nodes: Nodes, port: int = 0) -> None:
         self.nodes = nodes
@@ -338,7 +336,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines' deputies; return an earlier leader's members that they run, with their seats."""
+        """Wait for these machines' deputies; return the members that they run for an earlier leader, with seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -367,7 +365,7 @@ class Hub:
         elapsed = min(now - self._looked, PAUSE_S)
         self._looked = now
         with self._lock:
-            # If the leader does not hear a machine either, only the link between these two counts.
+            # If the leader does not hear a machine either, only the link between the leader and this machine counts.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
@@ -401,7 +399,7 @@ class Hub:
             post.link.send(Stop())
 
     def close(self, over: Over | None) -> None:
-        """Close all links; if `over` is None, deputies continue under another leader."""
+        """Close all links. If `over` is None, deputies continue under another leader."""
         with self._lock:
             self._over = over
             self._closed = True

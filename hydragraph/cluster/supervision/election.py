@@ -27,17 +27,17 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
 
 @dataclass(frozen=True)
 class Fence:
-    """Condition under which the ranks of this machine may continue, and a function that ends them."""
+    """Condition under which this machine's ranks may continue, and a function that ends them."""
 
     may_live: Callable[[LeaseView, float], bool]
     end: Callable[[], None]
 
 
 class Election:
-    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply the fence.
+    """Election of the leader, as seen by machine `node`; threads renew or watch the lease and apply the fence.
 
     Args:
-        before: value for `Lease.before`, read by this machine from the folder.
+        before: value for `Lease.before` that this machine read from the output folder.
     """
 
     def __init__(self, register: Register, node: int, before: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class Election:
         self.standing = LeaseView()
         self._text = self._record = ""
         self._fence: Fence | None = None
-        self.silent = ""  # why the register does not answer; "": it answers
+        self.silent = ""  # why the register does not answer; "" if it does
         self._lock = threading.Lock()
         self._closed = threading.Event()
         deadline = time.monotonic() + _FIRST_S
@@ -67,7 +67,7 @@ class Election:
         return self._own.before
 
     def join(self) -> None:
-        """Take part in the run of a leader that this machine has reached; that run may have begun earlier."""
+        """Join the run of a leader that this machine has reached; the run may have begun earlier."""
         self._own = replace(self._own, before=self.standing.lease.before)
 
     def guard(self, fence: Fence) -> None:
@@ -99,7 +99,7 @@ class Election:
             self.standing = replace(self.standing, term=0, asked=None)
 
     def end(self, why: str = "") -> None:
-        """Tell the other machines that the run has ended, and take no further part."""
+        """Tell the other machines that the run has ended, and leave the election."""
         with suppress(Deposed):
             self.write(over=why)
         self._closed.set()

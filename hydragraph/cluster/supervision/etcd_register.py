@@ -17,14 +17,14 @@ class Register(Protocol):
     """Two texts that survive the loss of any machine; methods raise a ConnectionError if no answer arrives."""
 
     def read(self) -> tuple[str, str]:
-        """Return the lease and the record; "" if they were never written."""
+        """Return the lease and the record, each "" if never written."""
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        """Replace the lease (and the record) if the lease is still as expected; return whether it was."""
+        """Replace the lease, and a given record, if the lease is as expected; return whether it was."""
 
 
 class EtcdRegister:
-    """Register over etcd's HTTP gateway; `endpoints`: host and port of each member."""
+    """Register over etcd's HTTP gateway; `endpoints` are the members' hosts and ports."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]], run: str) -> None:
         try:
@@ -32,7 +32,7 @@ class EtcdRegister:
             from etcd3gw import Etcd3Client
             from etcd3gw.exceptions import Etcd3Exception
         except ImportError as error:
-            raise ImportError(f"--store needs a client of etcd ({error}): pip install 'hydragraph[etcd]'") from None
+            raise ImportError(f"--store needs an etcd client ({error}): pip install 'hydragraph[etcd]'") from None
         self.endpoints = tuple(endpoints)
         self._errors = (Etcd3Exception, requests.RequestException)
         self._clients: list[Any] = []

@@ -1,4 +1,4 @@
-"""Leadership of a run as a lease in a replicated register: pure functions for a machine's decisions, by its own clock.
+"""Leadership of a run as a lease in a replicated register; pure functions make a machine's decisions by its own clock.
 
 The register holds one lease: its term, its holder, and a count that the holder increments to renew the lease. A machine
 that has read the same lease for `TTL_S` takes the lease with the next term. The register accepts a new lease only in
@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 TTL_S = 5.0
 MARGIN_S = 0.5  # for ending processes, and for clocks that differ
-STAGGER_S = 0.3  # additional wait, times the index of the machine
-FIRST_S = 2.0  # wait while no run holds the lease, times the index of the machine
+STAGGER_S = 0.3  # additional wait, multiplied by the machine's index
+FIRST_S = 2.0  # wait while no run holds the lease, multiplied by the machine's index
 REACH_S = 3.0  # for connecting to a new leader
-GATHER_S = 7.0  # exceeds each of TTL_S, REACH_S and what is left of `UNREACHABLE_S` when a lease ends
-DOUBT_S = 1.0  # for finding out whether a silent leader has ended
+GATHER_S = 7.0  # exceeds each of TTL_S, REACH_S, and the rest of `UNREACHABLE_S` when a lease ends
+DOUBT_S = 1.0  # for a check whether a silent leader has ended
 GRACE_S = 2.0  # before a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
 
 
@@ -29,13 +29,14 @@ class Lease:
     """Lease of the leader, as the register holds it.
 
     Attributes:
-        term: counted from 1; 0: no machine has led yet.
-        node, holder: machine that holds the lease, and a random word of its process.
+        term: counted from 1; 0 before any machine leads.
+        node: machine that holds the lease.
+        holder: random word of that machine's process.
         beat: number of changes in this term.
-        prior: machine that held the previous term; None: the run began with this term.
-        place: address of the leader's supervisor, as JSON; "": unknown.
-        over: why the run has ended; "": the run succeeded; None: the run has not ended.
-        before: start time of the run that was in the output folder before this run; 0: none.
+        prior: machine that held the previous term, or None if the run began with this term.
+        place: address of the leader's supervisor, as JSON; "" if unknown.
+        over: why the run has ended ("" after success), or None while it continues.
+        before: start time of an earlier run in the output folder, or 0.
     """
 
     term: int = 0
@@ -57,12 +58,14 @@ class LeaseView:
     """A machine's view of the lease; times are in seconds of the machine's own clock.
 
     Attributes:
-        lease, since: the newest lease that the machine read or wrote, and when.
+        lease: newest lease that the machine read or wrote.
+        since: time when the machine first read or wrote this lease.
         placed: time when the machine learned of this term, or of the leader's address.
         answered: time of the last request that the register answered.
-        asked, asked_at: the lease that the machine last asked for, and the time of its first request.
-        term: term in which this machine leads; 0: none.
-        until: time when the machine stops leading, unless it renews the lease by then.
+        asked: lease that the machine last asked for.
+        asked_at: time of the first request for this lease.
+        term: term in which this machine leads, or 0.
+        until: time when the machine stops leading unless it renews the lease.
         joined: whether the machine has read the lease of a run in progress.
     """
 
@@ -90,9 +93,9 @@ def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
 
 
 def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
-    """Return the view after the register's answer `lease` to a request sent at time `sent`.
+    """Return the view after the register answers `lease` to a request sent at time `sent`.
 
-    If the machine asked for this lease, the register has accepted the request, even if it seemed to fail.
+    If the machine asked for this lease, its request was accepted, even if it seemed to fail.
     """
     before = standing.lease
     first = standing.answered == float("-inf")
@@ -110,7 +113,7 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 
 
 def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
-    """Return the lease to ask for; None: another machine holds the lease, or the run has ended."""
+    """Return the lease to ask for, or None if another machine holds it or the run has ended."""
     lease = standing.lease
     if standing.leads(now):
         return replace(lease, beat=lease.beat + 1)
@@ -123,10 +126,11 @@ def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
 
 
 def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: float) -> bool:
-    """Return whether a machine without a leader keeps its ranks for the next leader; otherwise it ends them.
+    """Return whether a machine without a leader keeps its ranks for the next leader, instead of ending them.
 
     Args:
-        term, since: term of the machine's former leader, and time when the machine noticed that the link was down.
+        term: term of the machine's former leader.
+        since: time when the machine noticed that the link was down.
         refused: whether the newest leader's machine refuses connections, because its supervisor has ended.
     """
     if now - standing.answered > TTL_S:

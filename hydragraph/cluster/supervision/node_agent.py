@@ -1,4 +1,4 @@
-"""Supervisor of a machine that does not lead: it starts and ends processes as the leader orders."""
+"""Supervisor of a machine that does not lead, which starts and ends processes on the leader's orders."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Deputy:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
-        """Serve until the run ends or this machine is preempted or elected; if elected, return its processes."""
+        """Serve until the run ends, or this machine is preempted or elected; if elected, return its processes."""
         before = self._listen()
         handed = None
         if self._election is not None:
@@ -142,7 +142,7 @@ class Deputy:
             return f"the leading machine is lost: {link.down}; {wait}"
         return (
             f"the first machine ({self._nodes.address}) is lost: {link.down}; this machine ends its ranks, because "
-            f"others may continue without them, and waits {back_s:g} s for the first machine"
+            f"other machines may continue without them, and waits {back_s:g} s for the first machine"
         )
 
     def _listen(self) -> dict[int, Any]:

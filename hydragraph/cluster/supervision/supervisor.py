@@ -18,6 +18,7 @@ from typing import Any
 from hydragraph import log
 from hydragraph.cluster.failure.failure_detector import PAUSE_S
 from hydragraph.cluster.failure.fault_record import announce_death, last_fault
+from hydragraph.cluster.failure.time_limits import RETURN_S
 from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
     Context,
@@ -56,14 +57,13 @@ from hydragraph.spec.elastic import Elastic
 _LOG = logging.getLogger(__name__)
 
 _ARRIVAL = timedelta(minutes=30)  # for all machines
-_RETURN_S = 60.0  # for machines that may have been lost with a leader
 _LOOK_S = 0.02
 _GRACE_S = 8.0  # for members to report, after an error that would recur
 _REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-lived replacement
 _REJOIN_MOST_S = 60.0
-_SHORT_S = 5.0  # lifetime below which a rank counts as short-lived
-_STARTS = 3  # processes in one seat that may end before they are ready
-_READYING = 3  # multiple of `Elastic.progress_s` within which a new member must become ready
+_SHORT_S = 5.0  # ranks with a shorter lifetime count as short-lived
+_STARTS = 3  # processes of one seat that may end before being ready
+_READYING = 3  # time for a new member to become ready, in multiples of `Elastic.progress_s`
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
 
@@ -129,7 +129,7 @@ def run_members(
 
 
 def _on_return(refill: Callable[[], None]) -> ExitStack:
-    """Context in which SIGUSR1 (devices are back) calls `refill`."""
+    """Return a context in which SIGUSR1 (devices are back) calls `refill`."""
     undo = ExitStack()
     if threading.current_thread() is threading.main_thread():
         undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: refill()))
@@ -176,7 +176,7 @@ class Supervisor:
         self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout: timedelta | None) -> None:
-        """Run until all members have reported their outcomes, or no member can report any more."""
+        """Run until all members have reported outcomes, or no more can."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
         if not self.crew:
             self._place.order(self._record.orders)
@@ -221,7 +221,7 @@ class Supervisor:
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
-            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had no ranks")
+            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and other machines had none")
         for member, seated in {**handed.seats, **seats}.items():
             self._seats[member] = seated.seat
             self._late |= {member} if seated.late else set()
@@ -235,10 +235,10 @@ class Supervisor:
             self._empty |= vacant
 
     def enough(self, waited_s: float) -> bool:
-        """Return whether to start without missing machines, because an earlier leader may have been lost."""
+        """Return whether to start without missing machines, which may have been lost with an earlier leader."""
         lost = self._election is not None and self._election.standing.lease.prior is not None
         there = sum(map(self._there, range(self._ranks)))
-        return lost and waited_s > _RETURN_S and there >= self._elastic.min_ranks
+        return lost and waited_s > RETURN_S and there >= self._elastic.min_ranks
 
     @property
     def _every_seat(self) -> range:
@@ -257,7 +257,7 @@ class Supervisor:
         self._stop = True  # called from a signal handler
 
     def refill(self) -> None:
-        """Start processes in empty seats, because their devices are back."""
+        """Start processes in empty seats whose devices are back."""
         self._back = True
 
     def results(self) -> list[bytes]:
@@ -397,7 +397,7 @@ class Supervisor:
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
         now = time.monotonic()
-        elapsed = min(now - self._before, PAUSE_S)  # members are not blamed for a pause of this process
+        elapsed = min(now - self._before, PAUSE_S)  # members are not blamed if this process was paused
         self._before = now
         late = awaited(self._record, said) if self._held else ()  # before any state exists, all members begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}

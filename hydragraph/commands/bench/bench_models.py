@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Dimensions of a Llama model."""
-
     hidden: int
     intermediate: int
     layers: int
@@ -62,7 +60,7 @@ def meta_model(text: str) -> nn.Module:
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
-    """Draw sequence lengths that sum to `tokens`, each from a uniform distribution on a logarithmic scale."""
+    """Draw log-uniform sequence lengths that sum to `tokens`."""
     generator = torch.Generator().manual_seed(seed)
     left = tokens
     lengths = []

@@ -9,7 +9,6 @@ from hydragraph.commands.bench.bench_table import BenchReport
 
 
 def write_picture(report: BenchReport, path: Path) -> None:
-    """Draw a report as bars in a PNG file."""
     # A Figure is used directly, because pyplot may need a display.
     from matplotlib.figure import Figure
 

@@ -50,8 +50,6 @@ class Target:
 
 @dataclass(frozen=True)
 class PictureBar:
-    """Bar of one side (implementation) in a group of bars."""
-
     group: str
     side: str
     value: float
@@ -62,7 +60,7 @@ class BenchReport:
     """The result of one benchmark.
 
     Attributes:
-        rows: measured values; NaN: missing.
+        rows: measured values; NaN if missing.
     """
 
     title: str

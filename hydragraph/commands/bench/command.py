@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Size(str, Enum):  # noqa: UP042  typer reads the values
-    """Size of the computations."""
-
     SMALL = "small"
     FULL = "full"
 
@@ -70,11 +68,9 @@ class BenchOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchKernelsOptions(BenchOptions):
-    """Options of `hydragraph bench kernels`."""
-
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Some of varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
+        typer.Argument(help="Kernels: varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
     ] = None
     device: _Device = None
     size: Annotated[Size | None, typer.Option(help="Default: full on a GPU, small on a CPU.")] = None
@@ -85,9 +81,9 @@ class BenchKernelsOptions(BenchOptions):
 def kernels_command(options: BenchKernelsOptions) -> None:
     """Time every kernel and its alternatives, over a sweep of sizes.
 
-    The result of each side (implementation) is checked before the side is timed, and the sides are timed in turn. GB/s
-    are compared with one large copy, TFLOP/s with one large matrix product; both are measured in the same run.
-    "dispatch" is the backend that hydragraph chooses.
+    Each implementation ("side") is checked before it is timed, and the sides are timed in turn. GB/s are compared with
+    one large copy, and TFLOP/s with one large matrix product, measured in the same run. "dispatch" is the backend that
+    hydragraph chooses.
     """
     import torch
 
@@ -110,13 +106,11 @@ def kernels_command(options: BenchKernelsOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLinkOptions(BenchOptions):
-    """Options of `hydragraph bench link`."""
-
     source: Annotated[
-        str, typer.Option("--from", help="The strategy to switch from: text, YAML file, or home (no push).")
+        str, typer.Option("--from", help="The strategy to switch from: a text, a YAML file, or home for no push.")
     ] = "home"
     target: Annotated[
-        str, typer.Option("--to", help="The strategy to switch to: text, YAML file, or home (no pull).")
+        str, typer.Option("--to", help="The strategy to switch to: a text, a YAML file, or home for no pull.")
     ] = "<tp2,pp1>"
     model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file.")] = "7b"
     dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
@@ -124,7 +118,7 @@ class BenchLinkOptions(BenchOptions):
         Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight per node.")
     ] = None
     home: Annotated[
-        str, typer.Option(help='Each rank\'s share of the state, such as "3,3,1,0 copies=2", or equal.')
+        str, typer.Option(help='Each rank\'s share of the state: equal, or a text such as "3,3,1,0 copies=2".')
     ] = "equal"
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per simulated micro-batch.")] = 4096
     micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches per simulated pipeline.")] = 4
@@ -140,9 +134,9 @@ class BenchLinkOptions(BenchOptions):
 def link_command(options: BenchLinkOptions) -> None:
     """Show the traffic of a strategy switch: the push of one step's gradients and the pull of the next step's weights.
 
-    The state is in a home layout that no strategy changes, so a switch from A to B is a push from A and a pull to B.
-    The bytes between every two ranks are exact. The seconds, and the percentage of them that overlaps with computation,
-    are simulated; --measure also measures them.
+    Strategies do not change the home layout of the state, so a switch from A to B pushes gradients from A and pulls
+    weights to B. The bytes between each pair of ranks are exact. The seconds, and the percentage overlapped with
+    computation, are simulated; --measure also measures them.
     """
     import torch
 
@@ -175,19 +169,15 @@ def link_command(options: BenchLinkOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStepOptions(BenchOptions):
-    """Options of `hydragraph bench step`."""
-
     device: _Device = None
-    model: Annotated[str | None, typer.Option(help="tiny, small, 1b; default: 1b on a GPU, small on a CPU.")] = None
+    model: Annotated[str | None, typer.Option(help="tiny, small or 1b; default: 1b on a GPU, small on a CPU.")] = None
     tokens: Annotated[
         int | None, typer.Option(min=64, help="Tokens per mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.")
     ] = None
     longest: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of the longest sequence; default: a quarter of the mini-batch.")
+        int | None, typer.Option(min=16, help="Maximum tokens per sequence; default: a quarter of the mini-batch.")
     ] = None
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Number of measured steps of each model, after two warm-up steps.")
-    ] = 5
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measured steps per model, after two warm-up steps.")] = 5
     compiled: _Compiled = None
     backend: Annotated[
         str | None, typer.Option(help="The backend of hydragraph.compile, such as inductor or eager.")
@@ -196,10 +186,10 @@ class BenchStepOptions(BenchOptions):
 
 @verb
 def step_command(options: BenchStepOptions) -> None:
-    """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
+    """Compare one rank's tokens/s and MFU with the Hugging Face model's, on variable-length batches.
 
-    The alternatives are the eager model on padded batches, the eager model on packed batches with PyTorch's flash
-    attention, and the packed model with every layer and the loss compiled by torch.compile. All models train on the
+    The Hugging Face model runs in three ways: eagerly on padded batches, eagerly on packed batches with PyTorch's flash
+    attention, and on packed batches with each layer and the loss compiled by torch.compile. All models train on the
     same sequences; losses and gradient norms are compared first.
     """
     from hydragraph.commands.bench.bench_models import SHAPES
@@ -221,8 +211,6 @@ def step_command(options: BenchStepOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReportOptions(CommonOptions):
-    """Options of `hydragraph bench report`."""
-
     parts: Annotated[list[Path], typer.Argument(help="Reports that hydragraph bench wrote with --json.")]
     markdown: Annotated[Path, typer.Option(help="The page to write.")]
     facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the top of the page.")] = None

@@ -15,7 +15,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bandwidth of a copy (read and written bytes), FLOP/s of a square matrix product, and FLOP/s of the datasheet."""
+    """Measured copy bandwidth (bytes read and written), measured matrix-product FLOP/s, and the datasheet's FLOP/s."""
 
     device: str
     dtype: torch.dtype

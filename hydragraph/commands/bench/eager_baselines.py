@@ -100,7 +100,7 @@ def baselines(
     dtype: torch.dtype,
     compiled: bool,
 ) -> dict[str, Baseline]:
-    """Return the baselines by name; all of them share the fp32 weights of `first` and one optimizer.
+    """Return the baselines by name; all share one optimizer and the fp32 weights of `first`.
 
     Args:
         build: makes another model, which gets the weights of `first`.
@@ -149,7 +149,7 @@ def _use_attention(model: nn.Module) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention in the dtype of `value`; a Llama model under autocast rotates queries and keys in fp32."""
+    """Compute attention in the dtype of `value`; under autocast, Llama's rotated queries and keys are fp32."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 Side = Callable[[int], object]
-"""Function to time; its argument is the round number."""
+"""Function to time, called with the round index."""
 
 WARM_UP = 2  # rounds
 MOST_REPEATS = 200
@@ -18,10 +18,10 @@ MOST_REPEATS = 200
 def alternate(
     sides: Mapping[str, Side], device: torch.device, rounds: int, warm_up: int = WARM_UP, at_least_s: float = 0.0
 ) -> dict[str, float]:
-    """Return the median seconds of one call of each side; each round begins with a different side.
+    """Return each side's median seconds per call; each round begins with a different side.
 
     Args:
-        at_least_s: approximate time for which a side is repeated in a round; 0: one call.
+        at_least_s: approximate seconds for which each side is repeated in a round; 0: one call.
     """
     repeats = dict.fromkeys(sides, 1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -38,7 +38,7 @@ def alternate(
 
 
 def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:
-    """Return the mean seconds of `repeats` calls, measured by CUDA events or the wall clock."""
+    """Return the mean seconds per call over `repeats` calls, from CUDA events or the wall clock."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):

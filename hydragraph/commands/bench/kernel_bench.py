@@ -15,10 +15,10 @@ from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # hides the overhead of launches
+AT_LEAST_S = 0.01  # hides launch overhead
 TOLERANCE = 2e-2  # relative error of bf16 results
 FOREIGN = ("compiled", "varlen_attn", "torch fused")  # sides that may fail in PyTorch's code
-NOISE = 0.98  # lowest ratio that counts as equally fast
+NOISE = 0.98  # minimum ratio that counts as equally fast
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
@@ -41,10 +41,10 @@ def bench_kernels(
     tell: Callable[[str], None] = lambda what: None,
     keep: Callable[[BenchReport], None] = lambda report: None,
 ) -> BenchReport:
-    """Measure kernels by name; without names, measure all kernels.
+    """Measure the named kernels, or all kernels if there are no names.
 
     Args:
-        keep: called after every case, with the report so far.
+        keep: called with the report so far, after every case.
 
     Raises:
         ValueError: a name is unknown, or a side's result is wrong.
@@ -81,7 +81,7 @@ def _left_out(sweep: Sweep) -> Iterator[str]:
 
 
 def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
-    """Time a case's sides in turn; return rows and notes on failed sides; raise a ValueError for a wrong result."""
+    """Time a case's sides in turn and return rows, and notes on failed sides; raise ValueError for a wrong result."""
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
     seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
@@ -111,7 +111,7 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
         error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         if not error_size < TOLERANCE:
             raise ValueError(
-                f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of the norm, so "
+                f"{case.kernel}, {case.size}: {name} has a relative error of {error_size:.1e} against {first}, so "
                 "a kernel is wrong on this device: run tests/kernels"
             )
         sides[name] = call

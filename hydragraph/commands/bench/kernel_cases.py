@@ -17,7 +17,7 @@ from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
 BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
-RANGES = 2000  # maximum number of ranges that one call copies
+RANGES = 2000  # maximum number of ranges per copy
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Case:
 
     Attributes:
         work: bytes moved, or floating-point operations.
-        bound: what limits the speed: "memory", or matrix "products".
-        sides: name -> function that returns the result; the first is the reference.
+        bound: bottleneck, "memory" or "products" (matrix products).
+        sides: functions that compute the result, by name; the first is the reference.
     """
 
     kernel: str
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Device, dtype and sizes of a benchmark; `full`: sizes for a GPU."""
+    """Device, dtype and sizes of a benchmark; `full` selects the sizes for a GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -86,7 +86,7 @@ def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g
 
 
 def slice_copies(sweep: Sweep) -> Iterator[Case]:
-    """Copies of permuted ranges: with a cast, as in a pull of weights, and with a sum, as in a push of gradients."""
+    """Copies of permuted ranges, with a cast as when weights are pulled, or a sum as when gradients are pushed."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         table = _table(count, sweep.device)
@@ -149,7 +149,7 @@ def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
         [shard.moment],
         [shard.square],
         [],
-        [torch.ones((), device=shard.weight.device)],  # the number of this step
+        [torch.ones((), device=shard.weight.device)],  # step number
         lr=settings.lr,
         beta1=settings.betas[0],
         beta2=settings.betas[1],
@@ -171,7 +171,7 @@ def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
 
 
 def head_losses(sweep: Sweep) -> Iterator[Case]:
-    """Forward and backward of head and loss: three matrix products."""
+    """Forward and backward of the head and loss, which are three matrix products."""
     full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
     for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
         options = {"device": sweep.device, "dtype": sweep.dtype}

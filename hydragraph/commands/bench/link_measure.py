@@ -1,4 +1,4 @@
-"""Measurement of pulls and pushes during a step, and without computation."""
+"""Measurement of pulls and pushes, during a step and without computation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure_rank(
             sent.clear()
             report = exe.step(sequences, strategy)
             waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
-            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # includes the gradients for second owners
+            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # includes gradients sent to second owners
             seen[i].append(_Step({"pull": sent[Channel.PULL], "push": pushed}, waits, report.seconds))
     results = []
     for strategy, steps in zip(strategies, seen, strict=True):
@@ -78,7 +78,6 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
-    """Make the communicators count sent bytes by channel."""
     sent: Counter[Channel] = Counter()
     rank, ranks = exe.rank, exe.ranks
     sizes: dict[str, Callable[..., int]] = {

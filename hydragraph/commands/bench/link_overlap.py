@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of transfers alone, seconds that they add to a step, and seconds of the step."""
+    """Seconds that transfers take without computation, seconds that they add to a step, and the step's seconds."""
 
     alone_s: float
     exposed_s: float
@@ -45,8 +45,8 @@ def simulated(
     """Simulate a step with and without its pulls (or pushes), and these transfers without computation.
 
     Args:
-        tokens: size of a micro-batch, which is one sequence.
-        moved: bytes of the pulls or pushes; if no bytes are sent, `alone_s` and `exposed_s` are 0.
+        tokens: tokens per micro-batch, all in one sequence.
+        moved: traffic of the pulls or pushes; if empty, `alone_s` and `exposed_s` are 0.
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))

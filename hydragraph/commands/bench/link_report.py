@@ -161,11 +161,11 @@ def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: in
     inner = cluster.node(cluster.node_of(0)).inner
     what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
     return (
-        f"Bytes are exact: weights are pulled in {name}, and gradients are pushed in fp32. Elements that a rank both "
-        "owns and uses are copied locally.",
+        f"The bytes are exact. Weights are pulled in {name}, and gradients are pushed in fp32. Elements that a rank "
+        "both owns and uses are copied locally.",
         f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens per "
-        "pipeline. Alone is the time without computation, exposed is the time added to the step, and overlapped is 1 - "
-        "exposed / alone. Computation times come from a datasheet; streams share ports and network cards.",
+        'pipeline. "alone" is the time without computation, "exposed" is the time added to the step, and "overlapped" '
+        "is 1 - exposed / alone. Computation times come from a datasheet. Streams share ports and network cards.",
     )
 
 

@@ -60,8 +60,6 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class SideResult:
-    """Measurements of one side."""
-
     seconds: float
     peak_megabytes: float
     loss: float
@@ -94,7 +92,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
         batches = [[len(s) for s in settings.sequences(turn)] for turn in timed_rounds]
         predicted = _mean([predicted_seconds(exe.program, strategy, lengths, sheet) for lengths in batches])
         notes.append(
-            f"The predicted time of hydragraph's step, from the GPU's datasheet, is {predicted * 1e3:.4g} ms, "
+            f"From the GPU's datasheet, hydragraph's step is predicted to take {predicted * 1e3:.4g} ms, "
             f"{predicted / times[OURS].seconds - 1:+.0%} relative to the measured time."
         )
     flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
@@ -165,7 +163,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
 
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return the seconds of all pulls and of all pushes without computation."""
+    """Return the total seconds of all pulls, and of all pushes, without computation."""
     streams = streams_of(device, exe.world.backend, 1)
     buffers = Buffers(device, streams)
     links = {}
@@ -211,8 +209,8 @@ def _report(
     title = f"Step of one rank, {size} parameters, {settings.tokens:,} tokens, on {ceilings.device}"
     share = 100 * sum(linked) / sides[OURS].seconds
     said = (
-        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}; it counts the "
-        "unmasked half of attention and no recomputation (training_flops).",
+        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}. Its FLOPs include only "
+        "the unmasked half of attention, and no recomputation (training_flops).",
         f"Sequence lengths are {settings.shortest} to {settings.longest}, drawn again in every round. Times are "
         f"medians of {settings.rounds} rounds in which all sides run in turn. tokens/s does not count padding.",
         _precision(settings),
@@ -238,7 +236,7 @@ def _precision(settings: StepSettings) -> str:
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Return the targets for one H200; `share`: percent of a step spent in pulls and pushes."""
+    """Return the targets for one H200; `share` is the percentage of a step spent in pulls and pushes."""
     ratio = None
     mfu = None
     if OURS in sides:

@@ -16,7 +16,8 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
     """Compute causal attention within sequences; return [T, Hq, D].
 
     Args:
-        q: [T, Hq, D]. k, v: [T, Hk, D].
+        q: [T, Hq, D].
+        k, v: [T, Hk, D].
         starts: [N + 1] int32, the boundaries of N sequences.
 
     Raises:
@@ -35,7 +36,7 @@ def arguments(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return queries, keys, values and options for a function that accepts the arguments `accepted`.
 
-    If the function does not support grouped heads or a scale, key/value heads are repeated and queries are scaled.
+    If it does not accept grouped heads, repeat key/value heads. If it does not accept a scale, scale the queries.
     """
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if "enable_gqa" in accepted:

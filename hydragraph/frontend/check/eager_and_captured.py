@@ -35,7 +35,7 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Multiply the loss of one sequence by `times`, compute the gradients, and return the product.
+    """Compute the loss of one sequence, multiplied by `times`, and its gradients; return this loss.
 
     Args:
         done: called with each parameter's name and complete gradient.
@@ -99,11 +99,11 @@ def add_captured(
     batch: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor:
-    """Run blocks forward and backward on a packed batch; return the summed loss.
+    """Run the forwards and backwards of blocks on a packed batch; return the summed loss.
 
     Args:
         ran: the first block, some middle blocks and the last block, each with its variant.
-        sums: gradient sums by parameter, each with its own memory.
+        sums: gradient sums by parameter, in separate memory.
     """
     with torch.no_grad(), default_dtype(wide):
         common = Common.of(program, tensors, batch, wide)
@@ -139,7 +139,7 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block backward and add its gradients to `sums`; return the gradient of its input, or None.
+    """Run one block's backward and add its gradients to `sums`; return the gradient of the hidden state, or None.
 
     Args:
         local: names in the template -> names in `tensors` and `sums`.

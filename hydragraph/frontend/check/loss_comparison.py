@@ -15,8 +15,8 @@ class Bound:
     """Maximum difference between two correct computations.
 
     Attributes:
-        own: limit relative to a gradient's norm, or to the loss.
-        all: additional limit relative to the norm of all gradients, for gradients that are 0.
+        own: tolerance relative to a gradient's norm, or to the loss.
+        all: additional tolerance relative to the norm of all gradients, for gradients near 0.
     """
 
     own: float
@@ -61,7 +61,7 @@ class GradientComparison:
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # Names of expected gradients that are tested for finiteness; any other one is finite if its difference is.
+        # Names of gradients whose expected value is tested for finiteness; for others, the difference is tested.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
@@ -78,7 +78,7 @@ class GradientComparison:
             self._left[name] = left - expected
 
     def worst(self, loss: float, expected: float, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
-        """Return the worst difference, or None if expected values are not finite."""
+        """Return the worst difference, or None if an expected value is not finite."""
         errors = {name: _norm(left) for name, left in sorted(self._left.items())}
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):

@@ -1,6 +1,6 @@
 """Narrow copies of library models, which are checked in place of the models.
 
-The graphs of a copy and its model must have the same text, except for numbers that the different widths explain.
+The graphs of a copy and its model must have the same text, except for numbers that depend on the widths.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hydragraph.passes.differentiate import Variant
 _LOG = logging.getLogger(__name__)
 
 FACTORS = (16, 8, 4)
-# Config settings that are numbers of features or embedding rows.
+# Config settings that count features or embedding rows.
 _WIDTH = re.compile(
     r"(hidden|intermediate|embedding|ffn|vocab)_size|(_|^)(dim|rank)$|^d_(model|ff|kv)$|^n_(embd|inner)$"
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-_LEAST = 4  # minimum features of a head: rotary tables pair its halves
+_LEAST = 4  # minimum head size: rotary embeddings pair a head's halves
 # A number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
@@ -42,7 +42,7 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 @dataclass(frozen=True)
 class Widths:
-    """Ratio of a model's widths to its copy's, and replacements of special tokens outside the copy's vocabulary."""
+    """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens outside the copy's vocabulary."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]
@@ -80,7 +80,7 @@ class LibraryModel:
 
     Attributes:
         tensors: name, dtype and requires_grad of each parameter and buffer.
-        arguments: the arguments dtype, example, loss and blocks of `capture`.
+        arguments: dtype, example, loss and blocks, as in `capture`.
     """
 
     kind: type[nn.Module]
@@ -99,7 +99,7 @@ class LibraryModel:
         loss: Loss | None,
         blocks: str | None,
     ) -> LibraryModel | None:
-        """Describe a model with `capture`'s arguments; return None if the model runs code outside its libraries."""
+        """Describe a model and `capture`'s arguments; return None if the model runs code from outside its libraries."""
         arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
         if path_of(model, *arguments) is None:
             return None
@@ -147,7 +147,7 @@ class LibraryModel:
 
 
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
-    """Divide a config's widths; return the changed tokens, or None if a head would be too narrow."""
+    """Divide a config's widths; return the changed token ids, or None if heads would be too narrow."""
     values = vars(config)
     if values.get("head_dim") is None:
         hidden, heads = (next((values[n] for n in names if n in values), None) for names in (_HIDDEN, _HEADS))

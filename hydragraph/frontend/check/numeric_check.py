@@ -48,7 +48,7 @@ _OF_LOSS = (
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """Model and program to compare; `capture` documents `blocks` and `example`."""
+    """Model and program to compare; `blocks` and `example` are as in `capture`."""
 
     model: nn.Module
     program: Program
@@ -63,7 +63,7 @@ class Attempt:
 
     Attributes:
         copied: whether the weights are the model's plus noise; otherwise they are random.
-        widened: whether casts inside the model are widened to `dtype`.
+        widened: whether casts to narrower dtypes become casts to `dtype`.
     """
 
     dtype: torch.dtype
@@ -96,8 +96,8 @@ class Checked:
         blocks: number of compared blocks.
         layers: number of all blocks.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: model settings (name, length limit) whose limit no checked sequence exceeded.
-        problem: reason why no comparison was possible, or "".
+        untouched: (name, length limit) of model settings whose limit no checked sequence exceeded.
+        problem: why nothing could be compared, or "".
         factor: ratio of the model's widths to those of the compared copy.
     """
 
@@ -133,7 +133,7 @@ class _Unrunnable(Exception):  # noqa: N818
 
 
 def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
-    """Compare captured graphs on packed batches with the model on single sequences, block by block.
+    """Compare captured graphs, run on packed batches, with the model, run on single sequences.
 
     Raises:
         Unsupported: the graphs differ from the model in all attempts, or fail to run.
@@ -186,7 +186,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts: fp64 makes rounding errors negligible; random weights are finite even if the model's are not."""
+    """Yield attempts in order; later ones avoid rounding errors by fp64, or non-finite results by random weights."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -195,7 +195,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 
 
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
-    """Return the indices of the blocks to compare, in groups that are in memory at the same time."""
+    """Return the indices of the blocks to compare; the blocks of a group are in memory at the same time."""
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
     chosen = list(range(len(sizes)))
@@ -236,7 +236,7 @@ class _Comparer:
     def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
         program = self.subject.program
         failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
-        problem = "the model's loss or gradients for single sequences are not finite with any of the weights tried"
+        problem = "the model's loss or gradients for single sequences are not finite with any weights tried"
         for attempt in attempts(program.dtype):
             try:
                 difference = self._attempt(group, attempt)
@@ -264,7 +264,7 @@ class _Comparer:
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
-        buffers = model.named_buffers(remove_duplicate=False)  # a repeated block has its buffers under both names
+        buffers = model.named_buffers(remove_duplicate=False)  # a repeated block's buffers have several names
         tensors = dict([*model.named_parameters(), *buffers]) | loss_buffers(loss_function)
         ids = ids_of(subject.model, program)
         sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)
@@ -343,6 +343,6 @@ def _side(name: str) -> Iterator[None]:
 
 def report(checked: Checked) -> None:
     if checked.problem:
-        remedy = "make the loss and gradients of every single sequence finite on the CPU, or pass check='off'"
+        remedy = "make each sequence's loss and gradients finite on the CPU, or pass check='off'"
         raise Unsupported(f"not checked: {checked.problem}", where=checked.model, remedy=remedy)
     log.info("%s", checked)

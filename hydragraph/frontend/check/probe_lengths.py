@@ -14,12 +14,12 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Settings with a length beyond which attention may change.
+# Settings that give a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 LONGEST = 512  # maximum tokens of a sequence
 _WORK = 4e11  # approximate maximum operations per sequence, in the model or in its graphs
-# Default lengths, which differ and are not powers of two.
+# Default lengths: different, and not powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
 _BEYOND = 3
@@ -28,14 +28,14 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequence lengths, and the settings whose limits no length exceeds."""
+    """Sequence lengths, and the (name, limit) of model settings whose limit none of them exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose sequence lengths that shrink as `parameters` grows; the second exceeds as many limits as possible."""
+    """Choose sequence lengths, shorter for more `parameters`; the second exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
@@ -71,7 +71,7 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return the number of rows of each embedding table before the first block, and the fields that index it."""
+    """Return, for each embedding table before the first block, the number of rows and the fields that index it."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]

@@ -1,6 +1,6 @@
 """Random weights for the numeric check, never zero or all equal, so that every gradient is informative.
 
-Every tensor repeats the same noise vector, from an offset that depends on the parameter's name.
+Every tensor repeats one noise vector, starting at an offset that depends on the parameter's name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hydragraph.frontend.check import scratch_pages
 
 _LENGTH = 131_071  # a prime, so that the rows of a matrix have different noise
 _NOISE = 0.3  # standard deviation of noise, relative to the parameter's standard deviation
-_LEAST = 0.05  # minimum standard deviation of noise, relative to a new matrix's, or to 1 for vectors
-_VECTOR = 0.1  # standard deviation of a new vector around 1
+_LEAST = 0.05  # minimum standard deviation of noise: relative to a new matrix, absolute for vectors
+_VECTOR = 0.1  # standard deviation of new vectors, whose mean is 1
 _SHARED = 1 << 22  # minimum elements of a new matrix that shares memory with others
 
 

@@ -1,4 +1,4 @@
-"""Numeric check of the graphs of a stage's ranks against the unsharded block's graph."""
+"""Numeric check of a stage's graphs, one per rank, against the unsharded block's graph."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ANEW = "write the folder again with hydragraph compile, and find out why its fi
 
 
 class StageCheck:
-    """Check of one program's graphs for the stages of strategies.
+    """Check of a program's graphs for stages against its unsharded blocks.
 
     Args:
         fused_head: whether one operator computes the head and the loss.
@@ -85,7 +85,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare blocks' graphs in a strategy's stages with unsharded blocks; raise Unsupported if they differ."""
+        """Check all graphs of a strategy's stages; raise Unsupported if one differs from the unsharded block."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -105,7 +105,7 @@ class StageCheck:
             if error is None and size > LARGEST:
                 left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
             elif (error := self._compare(block, form) if error is None else error) is None:
-                left[block.name] = "outputs or gradients are not finite with any of the weights tried"
+                left[block.name] = "outputs or gradients are not finite with any weights tried"
             else:
                 errors.append(error)
                 forms.add(form)
@@ -123,9 +123,9 @@ class StageCheck:
             )
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield the blocks to compare, each with its kind of stage.
+        """Yield the blocks to compare, each with its stage's kind.
 
-        Without a library, omit the blocks that the check of the model covers.
+        Without a library, omit the blocks that the model's numeric check covers.
         """
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
@@ -242,7 +242,7 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield several attempts, because a router may resolve a near tie differently than in the unsharded block."""
+    """Yield several attempts, because rounding may change which experts a router chooses."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
@@ -286,7 +286,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of one name into values that must equal the unsharded block's."""
+        """Combine the ranks' values of `name` into values that must equal the unsharded block's value."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts
@@ -298,7 +298,7 @@ class _Stage:
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 raise ValueError(
-                    f"the gradient of {name} has shape {tuple(part.shape)}, but its shard has {tuple(expected)}"
+                    f"the gradient of {name} has shape {tuple(part.shape)}, but the shard has {tuple(expected)}"
                 )
             intervals = parameter.intervals(self.form.tp, index)
             pieces = parameter.canonical(part).split([b - a for a, b in intervals])

@@ -122,7 +122,7 @@ def load(
 
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
     if manifest.model is None:
-        raise Refused(folder, "it does not record its model, as it only serves processes on one machine")
+        raise Refused(folder, "it does not record its model, because it was written for processes of one machine")
     mismatches = differences(manifest.model, model)
     if mismatches:
         more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""

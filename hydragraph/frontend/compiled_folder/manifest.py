@@ -1,4 +1,4 @@
-"""`manifest.json`: contents, origin and check of a compiled folder."""
+"""`manifest.json`: contents, origin and numeric check of a compiled folder."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-GPU = "the GPU architecture"  # key in the versions of a folder that was compiled for a GPU
+GPU = "the GPU architecture"  # key in the versions if the folder was compiled for a GPU
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders whose code determines graphs
 
 
 class Refused(ValueError):  # noqa: N818
-    """A compiled folder that a run cannot start from."""
+    """Raised if a run cannot start from a compiled folder."""
 
     def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
         self.folder = str(folder)
@@ -55,8 +55,6 @@ class VariantEntry:
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """Size and SHA-256 of a file."""
-
     bytes: int
     sha256: str
 

@@ -1,4 +1,4 @@
-"""Record of a captured model, divided into parts to report how another model differs.
+"""Record of a captured model, in parts, so that errors can name what differs in another model.
 
     model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON

@@ -1,4 +1,4 @@
-"""Conversion of programs and variants to data and back, with checks."""
+"""Conversion of programs and variants to data and back, with validation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def program_data(program: Program) -> Data:
 
 
 def program_of(value: object) -> Program:
-    """Build a program from data; raise Malformed with the name of an invalid field."""
+    """Build a program from data; raise Malformed, naming the field, if a field is invalid."""
     kinds = get_type_hints(Program)
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
@@ -75,7 +75,7 @@ def _check_program(program: Program) -> None:
         raise Malformed("program: a block takes a value that the aux graph does not compute")
     bucketed_names = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
     if sorted(bucketed_names) != sorted(program.parameters):
-        raise Malformed("program: its buckets do not contain every parameter once")
+        raise Malformed("program: its buckets do not contain every parameter exactly once")
     if 0 in program.heads:
         raise Malformed("program: every number of heads must be at least 1")
     program.outline  # noqa: B018  checks the names of blocks and buckets

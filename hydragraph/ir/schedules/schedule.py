@@ -1,8 +1,8 @@
 """Schedule: the order in which each stage of one or more pipelines runs its forwards and backwards.
 
 The printed form is a grid with a row per stage and a column per unit of time, as if every action took one unit. F is a
-forward and B a backward; I and W are the halves of a backward that compute the gradients of the input and of the
-weights. `F1.4` is the forward of micro-batch 4 in pipeline 1; the number of pipeline 0 is omitted.
+forward and B a backward; I and W are the two halves of a backward, which compute the input gradient and the weight
+gradients. `F1.4` is the forward of micro-batch 4 in pipeline 1, and `F4` in pipeline 0.
 
     schedule example
     stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -65,7 +65,7 @@ class Action(NamedTuple):
         return f"{self.work.value}{pipeline}{self.micro_batch}{visit}"
 
 
-Place = tuple[int, int]  # row and visit of a stage
+Place = tuple[int, int]  # (row, visit) of a stage
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
 
-    To use the table for fewer micro-batches, skip the actions of the others.
+    To use the table for fewer micro-batches, skip the other micro-batches' actions.
 
     Attributes:
         work: index in `WORKS` of each action's kind; -1 after a row's last action.
@@ -150,7 +150,7 @@ WORKS = tuple(Work)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the work of each stage."""
+    """Order of each stage's work."""
 
     kind: str
     actions: tuple[tuple[Action, ...], ...]
@@ -187,7 +187,7 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def check(self, shape: Shape, mode: Mode = "train") -> None:
-        """Check that stages run all micro-batches, agree on order, and do not deadlock; a ValueError names a cell."""
+        """Check that stages run all micro-batches in matching order, without deadlock; a ValueError names a cell."""
         if len(self.actions) != shape.size:
             raise ValueError(f"schedule {self.kind}: it has {len(self.actions)} stages, but {shape.size} are needed")
         for stage, row in enumerate(self.actions):
@@ -200,7 +200,7 @@ class Schedule:
                 raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs later")
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a row holds at once, each from its forward to its last gradient."""
+        """Return how many micro-batches a row holds at most; it holds each from its forward to its last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -238,7 +238,7 @@ class Schedule:
                     if not counts[action]:
                         raise self._fault(stage, action, "is missing")
                     if counts[action] > 1 or (halves and counts[backward]):
-                        raise self._fault(stage, backward if halves and counts[backward] else action, "is doubled")
+                        raise self._fault(stage, backward if halves and counts[backward] else action, "occurs twice")
                 for one, other in pairwise(needed):
                     if position[one] > position[other]:
                         raise self._fault(stage, other, f"deadlocks: {one} runs after it")
@@ -327,8 +327,8 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ValueError(
-            f"stage {stage}, cell {at} is {cell!r}: write F, B, I or W and a micro-batch, such as F3 (F1.3 in pipeline "
-            "1, F3:1 on the second stage of a row)"
+            f"stage {stage}, cell {at} is {cell!r}: write F, B, I or W and a micro-batch, such as F3 (in pipeline 1: "
+            "F1.3; on a row's second stage: F3:1)"
         )
     return Action(Work(match[1]), int(match[2] or 0), int(match[3]), int(match[4] or 0))
 

@@ -13,7 +13,7 @@ from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.schedules import gpipe, one_f_one_b, zb_h1
 from hydragraph.ir.schedules.clock import forwards_of
 from hydragraph.ir.schedules.schedule import Schedule, ScheduleTable, Shape, Work
-from hydragraph.spec.strategy_text import SCHEDULES
+from hydragraph.spec.schedule_names import SCHEDULES
 
 KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
     one_f_one_b.NAME: one_f_one_b.one_f_one_b,

@@ -4,10 +4,10 @@
     stage 0  F0 F1 .  .  B0 F2 .  B1 .  .  B2
     stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2
 
-The first stage runs whole backwards. Every stage holds as many micro-batches as under 1F1B. If each of S stages takes f
-for a forward, and i and w for the halves of a backward, a pipeline idles for (S - 1) (f + i); under 1F1B, it idles for
-(S - 1) (f + i + w). The ZB-H1 of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles less, but each of its stages
-holds as many micro-batches as the first one.
+The first stage does not split its backwards. Every stage holds as many micro-batches as under 1F1B. If each of S stages
+takes f for a forward, and i and w for the halves of a backward, a pipeline idles for (S - 1) (f + i); under 1F1B, it
+idles for (S - 1) (f + i + w). The ZB-H1 of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles less, but each of
+its stages holds as many micro-batches as the first one.
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
 Each round assigns sequences to pipelines as if every pipeline ran the best number of equal micro-batches
 (`local_search.finish`, FORMED), then packs each pipeline's sequences into micro-batches. The next round corrects each
-pipeline's assumed end by its difference from the packed end.
+pipeline's assumed end time by the error found in packing.
 
-The rounds assume that every one of the PP stages is as slow as the slowest, and that filling and draining the pipeline
-take (PP - 1) times as long as its largest micro-batch. The best result is improved with the actual schedule
+The rounds assume that all PP stages are as slow as the slowest, and that filling and draining a pipeline takes (PP - 1)
+times as long as the pipeline's largest micro-batch. The best result is improved with the actual schedule
 (`schedule_search`).
 
 Equations of Hydraulis -> functions:
 
-    section 6, dispatch, then pack                                      `enveloped`
-    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimized by `formed`
+    section 6, dispatch, then pack                                       `enveloped`
+    Appendix D.1, minimize sum_j cost_j + (PP - 1) max_j cost_j          `formed`
     a lower bound on this sum for any number V of micro-batches (ours)   `formed_room`
-    the schedule's end, and a lower bound on this end (ours)             `improved`, `bound_pipelines`
+    improvement of the schedule's end time (ours)                        `improved`
+    a lower bound on this end time (ours)                                `bound_pipelines`
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PlannedAssignment(Assignment):
     """An assignment and its expected time.
 
     Attributes:
-        seconds: exact end of the last pipeline.
+        seconds: exact end time of the last pipeline.
         bound: lower bound on the time of any assignment.
     """
 
@@ -74,11 +75,11 @@ def assign(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign every sequence to a pipeline and a micro-batch; minimize the last pipeline's end.
+    """Assign every sequence to a pipeline and a micro-batch, minimizing the last pipeline's end time.
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        deadline_s: seconds after which no further improvement starts; 0: no search; None: no limit, so the result is
+        deadline_s: seconds after which no improvement starts (0: no search). None sets no limit and makes the result
             deterministic.
 
     Raises:
@@ -100,10 +101,10 @@ def assign_pipelines(
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """A mini-batch and bounds on its assignment.
+    """A mini-batch, and lower bounds on the time of any assignment.
 
     Attributes:
-        first: a longest-first assignment [n].
+        first: initial assignment, made longest first [n].
     """
 
     problem: AssignmentProblem
@@ -191,7 +192,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Micr
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Divide each pipeline's sequences into micro-batches; also return its time by Appendix D.1 [P]."""
+    """Divide each pipeline's sequences into micro-batches; also return the pipelines' times by Appendix D.1 [P]."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -199,7 +200,7 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     orders = []
     count = np.zeros(pipelines, np.int64)
     estimates = np.zeros(pipelines)
-    first = 0  # number of the next micro-batch
+    first = 0  # index of the next micro-batch
     for p, t in enumerate(problem.kind_of.tolist()):
         mine = np.flatnonzero(placed == p)
         if not len(mine):
@@ -252,17 +253,17 @@ def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    # Without a bubble, the fixed cost c counts at least once per MaxLen tokens.
+    # Without a bubble, every MaxLen tokens cost at least the fixed cost c.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function of z: the work that a pipeline of each kind can finish by z, for any V >= 1.
+    """Return a function of z: the most work that a pipeline of each kind can finish by time z, for any V >= 1.
 
-    With V micro-batches of fixed cost c, `sum` satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V
-    is sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP -
-    c.
+    The work `sum`, in V micro-batches of fixed cost c, satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
+    sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if this V is below 1, V = 1 gives sum =
+    z / PP - c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])

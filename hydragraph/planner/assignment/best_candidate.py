@@ -1,7 +1,6 @@
 """Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Sequences are assigned to each candidate strategy in the order of the strategies' lower bounds; a candidate whose bound
-exceeds the best time is skipped.
+Candidates are tried in ascending order of their lower bounds; a candidate whose bound exceeds the best time is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Verdict:
     Attributes:
         seconds: expected seconds, including `charge`; infinite if no assignment was computed.
         bound: lower bound on `seconds`.
-        charge: seconds that an iteration takes beyond its slowest pipeline.
+        charge: iteration time minus the slowest pipeline's time.
         why: reason why the candidate lost; "" for the winner.
     """
 
@@ -43,7 +42,7 @@ class Choice:
     """The winner and all verdicts.
 
     Attributes:
-        assignment: the winner's assignment, whose seconds exclude the charge.
+        assignment: the winner's assignment; its `seconds` exclude `Verdict.charge`.
     """
 
     index: int
@@ -78,7 +77,7 @@ def compare(
     """Choose a candidate, and report why the others lost.
 
     Args:
-        all_of_them: also assign candidates whose bound exceeds the best time.
+        all_of_them: do not skip candidates whose bound exceeds the best time.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]
@@ -93,7 +92,7 @@ def compare_pipelines(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose among strategies that are given by their pipelines' costs.
+    """Choose among strategies, each given as the costs of its pipelines.
 
     Raises:
         Unsupported: the longest sequence fits no candidate.
@@ -123,7 +122,7 @@ def compare_pipelines(
     winning = PlannedAssignment(())
     for i in sorted(fitting, key=lambda i: (bounds[i], i)):
         if bounds[i] >= best and not all_of_them:
-            verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
+            verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"takes at least {bounds[i]:.4g} s")
             continue
         assignment = _assigned(candidates[i], starts[i], lengths, seed)
         seconds = assignment.seconds + paid[i]

@@ -1,27 +1,26 @@
-"""Lower bound on the last pipeline's end: the linear relaxation over kinds of pipelines.
+"""Lower bound on the last pipeline's end time: a linear relaxation over kinds of pipelines.
 
-Minimize theta subject to sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x, sum_i
-min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every z by which some assignment ends. The
-linear program is solved for groups of similar lengths, only to find good prices.
+Minimize theta subject to sum_i cost[i, t] x[i, t] <= theta capacity[t](z). If some assignment ends by z, then sum_i
+min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) for any prices lambda >= 0. The linear program is solved only
+to find good prices, so similar lengths are grouped.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
-    cost[i, t]   [n, K]  minimum seconds of sequence i on a pipeline of kind t; infinite: does not fit
+    cost[i, t]   [n, K]  minimum seconds of sequence i on a pipeline of kind t; infinite if it does not fit
     capacity(z)  [K]     seconds of work that all pipelines of a kind finish by z
     x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
-    lambda       [K]     `prices`: the duals of the capacities
+    lambda       [K]     `prices`: dual variables of the capacities
 
-`schedule_bound` adds bounds from the schedule, for kinds whose backward is one action (`HOLDS_FOR`). If the shortest of
-some sequences takes t seconds to reach a stage in the forward, and u seconds to return from it in the backward, the
-pipeline ends no earlier than t + u plus these sequences' time on the stage. Bounds for all sequences longer than some
-length:
+If each backward is one action (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. If the shortest of some
+sequences takes t seconds to reach a stage in the forward, and u seconds to return from it in the backward, the pipeline
+ends no earlier than t + u plus these sequences' time on the stage. Bounds for the p longest sequences:
 
     divided     the relaxation, with room z - t - u on each pipeline
-    pigeonhole  by z, each pipeline finishes a whole number of the p longest sequences, and all pipelines together p
-    alone       no sequence ends earlier than alone on its best pipeline
+    pigeonhole  each pipeline finishes a whole number of sequences by z; these numbers must add up to at least p
+    alone       no sequence ends earlier than it would alone on its best pipeline
 
 Example: two one-stage pipelines, sequences of 4, 3 and 3 seconds. The relaxation gives 5, but two sequences share a
-pipeline and take at least 6. These bounds are ours.
+pipeline and take at least 6.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Number of groups of similar lengths in the linear program, and number of its rounds.
+# Maximum numbers of groups of similar lengths in the linear program, and of rounds.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6
@@ -67,7 +66,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
 
     Args:
         capacity: nondecreasing function of the deadline z.
-        start: the end of some assignment.
+        start: end time of any assignment.
     """
     if not len(cost):
         return Relaxation(0.0, cost, np.ones(cost.shape[1]))
@@ -92,7 +91,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
-    # Groups are finer for long sequences, because each of them matters.
+    # Groups of long sequences are smaller, because each long sequence matters.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
@@ -117,7 +116,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     solution = linprog(
         objective, A_ub=work, b_ub=np.zeros(kinds), A_eq=whole, b_eq=np.ones(len(starts)), method="highs"
     )
-    if solution.x is None:  # no kind has room for some sequence
+    if solution.x is None:  # some sequence fits no kind
         return np.ones(kinds), np.zeros_like(cost)
     # Rounding may make dual prices negative.
     shares = np.zeros((len(starts), kinds))
@@ -145,7 +144,7 @@ class Least:
         work: seconds of each sequence [n, K], infinite if it does not fit.
         overhead: fixed seconds of a micro-batch [K].
         prefixes: last index of each examined prefix of the sorted sequences [p], ascending.
-        fill: seconds of each prefix's shortest sequence on other stages [p, K].
+        fill: seconds that each prefix's shortest sequence spends on earlier stages, forward and backward [p, K].
     """
 
     work: Floats
@@ -163,7 +162,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum time of each sequence.
 
     Args:
-        terms: lower bounds on the kinds' terms (`stage_terms` with `shortest`).
+        terms: lower bounds on each kind's cost terms (`stage_terms` with `shortest`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)
@@ -189,10 +188,10 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
 
 
 def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats) -> float:
-    """Return a lower bound on the end of any assignment, based on the schedule.
+    """Return a lower bound on any assignment's end time, based on the schedule.
 
     Args:
-        prices: any non-negative prices of the kinds [K].
+        prices: any non-negative price for each kind [K].
     """
     if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
         return 0.0

@@ -1,7 +1,7 @@
 """Assignment of equally long sequences to pipelines and micro-batches.
 
 A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A seconds per sequence
-and c seconds per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
+and c seconds per micro-batch. The best m = sqrt((S - 1) A n / c) gives A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.spec.assignment import Assignment
 
-# Steps of a bisection (precision 1e-9), and its tolerance when it counts sequences.
+# Steps of the bisection (precision 1e-9), and rounding tolerance for counts of sequences.
 HALVES = 30
 ROUNDING = 1e-6
-LEAST_S = 1e-12  # minimum seconds of a sequence
-# Relative sizes of the first and, in reverse order, the last micro-batches.
+LEAST_S = 1e-12  # minimum seconds per sequence
+# Relative sizes of a pipeline's first micro-batches and, reversed, of its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by exact ends of pipelines; return the assignment and the last end.
-
-    Raises:
-        Unsupported: sequences are too long for all pipelines.
-    """
+    """Assign equal sequences by pipelines' exact end times; return the assignment and the latest end time."""
     kinds = _kinds(pipelines, lengths)
     ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
     ends = [ends_by_pipeline[pipeline] for pipeline in pipelines]
@@ -54,7 +50,7 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 
 
 def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Return an approximate best assignment by the formula above."""
+    """Return an approximately best assignment, by the module's formula."""
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
@@ -71,7 +67,7 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
     longest = max(pipeline.max_len for pipeline in pipelines)
     if lengths[0] > longest:
         raise Unsupported(
-            f"sequences have {lengths[0]} tokens, more than MaxLen = {longest} of every pipeline",
+            f"sequences have {lengths[0]} tokens, more than any pipeline can hold (at most {longest})",
             where="planner",
             remedy="truncate them, or give more devices to a pipeline",
         )
@@ -152,7 +148,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: stages, slowest stage's seconds per sequence and per micro-batch, number of sequences that fit."""
+    """A pipeline: its stages, its slowest stage's seconds per sequence and micro-batch, and its maximum micro-batch."""
 
     stages: int
     each: float
@@ -161,7 +157,7 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for sequences of one length; negative costs, caused by noise, are clamped."""
+        """Return the kind for sequences of one length; negative costs, caused by noisy measurements, are clamped."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 

@@ -1,23 +1,23 @@
-"""Assignment of sequences to pipelines: longest first, then local search with random moves, called kicks (compiled).
+"""Assignment of sequences to pipelines: longest first, then local search with random moves (kicks); compiled.
 
     n  sequences, sorted by length, descending
     P  pipelines
     K  kinds of equal pipelines
 
-    cost[i, t]   [n, K]  seconds of sequence i on a pipeline of kind t; infinite: does not fit
+    cost[i, t]   [n, K]  seconds of sequence i on a pipeline of kind t; infinite if it does not fit
     lengths[i]   [n]     tokens of sequence i
     kind_of[p]   [P]     kind of pipeline p
-    terms[t]     [K, 8 + 3 W]  coefficients of the end of a pipeline of kind t; see `finish`
+    terms[t]     [K, 8 + 3 W]  coefficients of the end time of a pipeline of kind t; see `finish`
     placed[i]    [n]     pipeline of sequence i; -1: none
-    ends[p]      [P]     end of pipeline p
+    ends[p]      [P]     end time of pipeline p
 
-The end of a pipeline depends only on its work, its tokens and its longest sequence.
+A pipeline's end time depends only on its work, its tokens and its longest sequence.
 
 Equations of Hydraulis -> functions:
 
     Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
     Eq. 1, for V equal micro-batches                   `finish` in mode FORMED, for the best V
-    Eq. 3, the latest end of all pipelines             `quick_end`; `descend` and `kick` reduce it
+    Eq. 3, the last pipeline's end time                `quick_end`; reduced by `descend` and `kick`
     Alg. 1, greedy trials in shuffled orders           `greedy`
 """
 
@@ -53,9 +53,9 @@ FORMED = 1.0
 SINGLE = 2.0
 
 NEAR = 16
-# Fraction of the last end that a step must save, so that rounding does not keep the search running.
+# Fraction of the last pipeline's end time that a step must save, so that rounding does not keep the search running.
 LEAST_GAIN = 1e-12
-# The same fraction for more than MANY sequences, for which steps are slower.
+# The same for more than MANY sequences, where each step is slower.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
@@ -70,10 +70,10 @@ class Instance(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """Inputs of `finish` for each pipeline [P], and the pipelines' ends.
+    """Each pipeline's inputs of `finish`, and end time [P].
 
     Attributes:
-        longest, second: indices of each pipeline's two longest sequences; n: none.
+        longest, second: indices of each pipeline's two longest sequences; n if there is none.
     """
 
     loads: Floats
@@ -85,7 +85,7 @@ class SearchState(NamedTuple):
 
 @partial(compiled, shared=True)
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
-    """Return when a pipeline finishes.
+    """Return a pipeline's end time, by mode.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
     c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
@@ -135,7 +135,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
     """Recompute the state of the pipelines that changed.
 
     Args:
-        extra: seconds to add to each end [P].
+        extra: seconds to add to each end time [P].
         changed: pipelines to recompute [P]; all False afterwards.
     """
     n = len(placed)
@@ -166,7 +166,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
 
 @compiled
 def ends_of(placed: Ints, instance: Instance) -> Floats:
-    """Return each pipeline's end [P], 0 without work."""
+    """Return each pipeline's end time [P]; 0 without work."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     recount(placed, instance, np.zeros(pipelines), np.ones(pipelines, np.bool_), state)
@@ -175,7 +175,7 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @partial(compiled, shared=True)
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Assign each sequence, longest first, to the pipeline that finishes it first; -1 if it fits no pipeline.
+    """Assign each sequence, longest first, to the pipeline that finishes it first; return -1 for those that fit none.
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].
@@ -237,14 +237,13 @@ def quick_end(instance: Instance) -> float:
 
 @compiled
 def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
-    """Alg. 1: assign each sequence where it delays the last end least; return the best of several orders.
+    """Run Alg. 1 in several orders: assign each sequence to the pipeline where it least delays the latest end time.
 
     Args:
         orders: order of the sequences in each trial [trials, n].
-        least_loaded: ties go to the least loaded pipeline.
 
     Returns:
-        The last end, and each sequence's pipeline.
+        The best order's latest end time, and each sequence's pipeline.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -307,9 +306,9 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a value that, plus added work, is a lower bound on pipeline q's end.
+    """Return pipeline q's base: base plus added work is a lower bound on its new end time.
 
-    In mode FORMED, the value excludes the bubble, because more tokens may shorten it.
+    In mode FORMED, the base excludes the bubble, because more tokens may shorten it.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -318,15 +317,15 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 def best_step(
     p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
-    """Return the step that most reduces the later end of two pipelines: p, which finishes last, and a partner q.
+    """Return the step that most reduces the later end time of p, which finishes last, and a partner q.
 
     A step moves sequence i from p to q, or swaps it for a shorter sequence k of q.
 
     Args:
-        horizon: latest end of a partner.
+        horizon: latest allowed end time of the partner.
 
     Returns:
-        The later end, i, k (-1: a move), q; i is -1 if no step helps.
+        The later end time, i (-1: no step helps), k (-1: the step is a move), and q.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -336,12 +335,12 @@ def best_step(
     ends = state.ends
     n = len(placed)
     own = kind_of[p]
-    # Separate functions for moves and swaps are a tenth slower.
+    # Separate functions for moves and swaps would be a tenth slower.
     best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
     best_q = -1
-    tried = -1.0  # tokens of the last tried sequence of p
+    tried = -1.0  # tokens of p's last tried sequence
     shorter = 0
     seen = np.empty(len(kind_of))  # tokens of each partner's last tried sequence
     for i in range(n):
@@ -397,7 +396,7 @@ def best_step(
 
 @partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Move or swap sequences of the last pipeline, in place, while this reduces the last end; return this end."""
+    """Move or swap sequences of the last pipeline, in place, while it then ends earlier; return the latest end time."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     changed = np.ones(pipelines, np.bool_)
@@ -422,7 +421,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @partial(compiled, shared=True)
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Iterated local search in place: move a few sequences at random, descend, keep the result unless it is worse."""
+    """Run iterated local search in place: move a few sequences at random, descend, keep the result if no worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
     n = len(placed)
@@ -454,7 +453,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Return one kind for each sequence, such that neighboring sequences together match their shares [n, K].
+    """Allow each sequence one kind, such that neighboring sequences together match their shares [n, K].
 
     Each sequence gets the kind that is furthest below its share.
     """

@@ -61,8 +61,8 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the work of the largest of `count` micro-batches.
 
-    For example, of the 2 count + 1 sequences with most work, three share a micro-batch. This micro-batch has at least
-    the work of the smallest three.
+    For example, of the 2 count + 1 largest sequences, three share a micro-batch, which has at least the work of the
+    smallest three.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -167,7 +167,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # Three sequences of 3 tokens need 3 micro-batches of 5 tokens, although 9 tokens are less than 2 times 5.
+    # More may be needed: three sequences of 3 tokens need 3 micro-batches of 5 tokens, although 9 < 2 * 5.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
@@ -187,11 +187,11 @@ def form_in_order(
     table: ScheduleTable,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` with its micro-batches in the order that ends earliest, and this end.
+    """Return the result of `form` with micro-batches in the order that ends earliest, and the end time.
 
     Args:
         stages: number of stages, including interleaved stages.
-        table: table of the schedule, for as many micro-batches as sequences.
+        table: schedule table for as many micro-batches as sequences.
         climb: number of rounds that improve the order.
     """
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
@@ -203,7 +203,7 @@ def form_in_order(
         costs[placed[i]] += work[i]
         used[placed[i]] = True
     share = (terms[BUBBLE] + 1.0) / stages
-    number = np.zeros(count, np.int64)  # micro-batches renumbered without the empty ones
+    number = np.zeros(count, np.int64)  # new indices, without empty micro-batches
     used_count = 0
     for j in range(count):
         if used[j]:

@@ -19,7 +19,7 @@ Bubble = Literal["longest", "constant"]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """Sequences in descending length, and kinds of pipelines; symbols as in `local_search`.
+    """Sequences, the longest first, and kinds of pipelines; symbols as in `local_search`.
 
     Attributes:
         counts: number of pipelines of each kind [K].
@@ -41,13 +41,13 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Greatest length of each set of sequences that fit the same kinds of pipelines, and these kinds."""
+        """Pairs of a length and kinds: the longest sequence that fits only these kinds of pipelines."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
 
     def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of each pipeline, as the caller's indices."""
+        """Return each pipeline's sequences, as the caller's indices."""
         of_pipeline: list[list[int]] = [[] for _ in self.pipelines]
         for i, p in zip(self.order.tolist(), placed.tolist(), strict=True):
             of_pipeline[p].append(i)
@@ -64,8 +64,9 @@ def problem_of(
     """Return the arrays of a mini-batch without empty sequences.
 
     Args:
-        formed: whether pipelines divide their work into micro-batches; if not, their ends follow Eq. 2 of Hydraulis.
-        bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence) for "longest", (PP - 1) T(MaxLen) for "constant".
+        formed: whether pipelines divide their work into micro-batches; if not, their end times follow Eq. 2 of
+            Hydraulis.
+        bubble: term of Eq. 2: "longest" is (PP - 1) T(longest assigned sequence), "constant" is (PP - 1) T(MaxLen).
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen.
@@ -80,7 +81,7 @@ def problem_of(
     longest = max(p.max_len for p in pipelines)
     if len(sizes) and sizes[0] > longest:
         raise Unsupported(
-            f"sequence {order[0]} has {int(sizes[0])} tokens, more than MaxLen = {longest} of every pipeline",
+            f"sequence {order[0]} has {int(sizes[0])} tokens, more than any pipeline can hold (at most {longest})",
             where="planner",
             remedy="truncate it (max_length in the data), or give more devices to a pipeline (a higher "
             "tensor- or pipeline-parallel degree)",
@@ -97,7 +98,7 @@ def problem_of(
 def _checked(lengths: Sequence[int]) -> Ints:
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
-        raise ValueError("lengths must be whole numbers of tokens, one per sequence, none negative")
+        raise ValueError("lengths must be whole numbers of tokens, at least 0, one per sequence")
     return tokens.astype(np.int64)
 
 

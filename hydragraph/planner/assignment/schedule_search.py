@@ -1,27 +1,27 @@
 """Improvement of an assignment by its actual schedule (compiled).
 
 Simulating a pipeline's schedule (`compiled_replay.replay`) is expensive, so only the pipeline that ends last is
-improved, by the first step that helps.
+changed, and the first step that helps is taken.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
     M            maximum number of micro-batches, equal to n
     batch[i]     [n]        micro-batch of sequence i
     order[p, x]  [P, C]     micro-batch at position x of pipeline p, which has count[p] micro-batches
     rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_arrays`
-    ends[p]      [P]        when pipeline p ends
+    ends[p]      [P]        end time of pipeline p
 
 Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds.
 
     4 4 2 2  ends at 16
     2 4 4 2  ends at 14.67: the pipeline fills and drains with small micro-batches
 
-Steps that are tried for the pipeline that ends last:
+Steps tried for the pipeline that ends last:
 
     order  swap two micro-batches
     leave  move a sequence to an existing or new micro-batch of another pipeline
     trade  exchange a sequence for a shorter one of another pipeline
     move   move a sequence to another or a new micro-batch of the same pipeline
-    swap   swap sequences of two micro-batches of the pipeline
+    swap   swap two sequences between micro-batches of the same pipeline
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Fraction of the last end that a step must save; larger savings are tried first.
+# Fractions of the last pipeline's end time that a step must save, tried in turn.
 GAINS = (3e-3, LEAST_GAIN)
 # Maximum number of forwards and backwards that a search simulates.
 TASKS = 500_000
@@ -62,7 +62,9 @@ class Draft(NamedTuple):
     """An assignment under construction; see the module docstring.
 
     Attributes:
-        members, squares, tokens: sequences, sum l^2 and sum l of each micro-batch [M].
+        members: sequences per micro-batch [M].
+        squares: sum of l^2 per micro-batch [M].
+        tokens: sum of l per micro-batch [M].
         near: sum of attention pairs within each reach [M + 2, W].
         rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, are for trials.
         busy: computing seconds [P, S].
@@ -216,7 +218,7 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft
     """Put sequence i into an existing or new micro-batch of pipeline q if q then ends before `best`.
 
     Args:
-        order, count: micro-batches of q without sequence i, and their number.
+        order: micro-batches of q without sequence i.
     """
     rest = len(plan.placed)
     with_it = rest + 1
@@ -277,7 +279,7 @@ def free_number(plan: Draft) -> int:
 def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
     """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new micro-batch at position x.
 
-    Position x does not count the old micro-batch of i if i was its only sequence.
+    If i was the only sequence of its old micro-batch, position x does not count that micro-batch.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -341,7 +343,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return a lower bound on the time of pipeline q's busiest stage with sequence i and without k (-1: none)."""
+    """Return a lower bound on the busiest stage's time in pipeline q, given sequence i but not k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -448,7 +450,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place until no step helps, tasks run out, or the last end is at most `enough`; return the last end."""
+    """Improve in place until no step helps, `tasks` end, or all ends are at most `enough`; return the latest end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:
@@ -505,7 +507,7 @@ def improve(
     enough: float,
     seed: int,
 ) -> float:
-    """Improve an assignment in place by iterated local search; return the last end.
+    """Improve an assignment in place by iterated local search; return the last pipeline's end time.
 
     More kicks or tasks never give a worse result.
     """

@@ -1,7 +1,7 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
-The starting points are the rounded relaxation, longest first, Alg. 1 of Hydraulis, and variants of longest first in
-which random pipelines refuse long sequences.
+The search starts from the rounded relaxation, the longest-first assignment, the result of Hydraulis's Alg. 1, and
+longest-first assignments in which random pipelines refuse long sequences.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Effort:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Number of shuffles for Alg. 1, and of starts in which pipelines refuse sequences, for up to 10 pipelines.
+# Numbers of shuffles for Alg. 1 and of starts in which pipelines refuse sequences, for up to 10 pipelines.
 TRIALS = 100
 CAPS = 24
 DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Return the relaxation; its bound is at least the time of the hardest sequence alone.
+    """Return the relaxation, with its bound raised to the time of the hardest sequence alone.
 
     Args:
-        cost: lower bound on seconds [n, K].
-        room: function of z: seconds of work that a pipeline of each kind finishes by z [K].
+        cost: lower bound on each sequence's seconds [n, K].
+        room: maps z to the seconds of work that a pipeline of each kind finishes by z [K].
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))

@@ -1,1 +1,1 @@
-"""Integer programs of the papers, for small problems and as a reference in tests."""
+"""The papers' integer programs, for small problems and as a reference in tests."""

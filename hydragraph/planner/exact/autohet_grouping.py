@@ -99,10 +99,10 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(
     kinds: Sequence[EntityKind], micro_batches: int, least_memory: float, until: float | None = None
 ) -> Grouping:
-    """Return the grouping with the most effective computing power, or the best by the deadline; for small problems.
+    """Return the grouping with the most effective computing power found by the deadline, for small problems.
 
-    One integer program is solved for each number of groups; its products w_ij = z x_ij, with z = min_j G_j, are
-    linearized with sum_j w_ij = z.
+    One integer program is solved for each number of groups. With z = min_j G_j, the products w_ij = z x_ij are
+    linearized by sum_j w_ij = z.
 
     Raises:
         Unsupported: the total memory is less than one group needs, or cvxpy or SCIP is not installed.
@@ -132,7 +132,7 @@ def most_power_by_scip(
             per_group * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (per_group - 1),
         ]
         problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
-        with suppress(cvxpy.SolverError):  # no solution within the limit
+        with suppress(cvxpy.SolverError):  # no solution within the time limit
             problem.solve(solver="SCIP", scip_params=limit)
         if x.value is None:
             continue

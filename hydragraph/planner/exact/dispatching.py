@@ -3,7 +3,7 @@
 Equations of Hydraulis -> functions:
 
     Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, on arrays of `problem.problem_of`
-    Eq. 3, the largest over pipelines            `Dispatch.seconds`; `integer_programs.exact_dispatch`, as published
+    Eq. 3, the last pipeline's end time          `Dispatch.seconds`; minimized by `integer_programs.exact_dispatch`
     Alg. 1                                       `greedy`
     a lower bound on Eq. 3 (ours)                `spread_search.bounded`, called with `eq3_room(problem)`
 """
@@ -53,11 +53,11 @@ def dispatch(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Dispatch:
-    """Dispatch sequences to pipelines; minimize the last pipeline's end.
+    """Dispatch sequences to pipelines, minimizing the last pipeline's end time.
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        bubble: (PP - 1) T(longest assigned sequence) for "longest" (Eq. 2), (PP - 1) T(MaxLen) for "constant".
+        bubble: "longest" is (PP - 1) T(longest assigned sequence), as in Eq. 2; "constant" is (PP - 1) T(MaxLen).
         method: "greedy" is Alg. 1; "exact" solves Eq. 3 through cvxpy (slow).
 
     Raises:
@@ -83,7 +83,7 @@ def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function of z: the work that a pipeline of each kind can finish by z after its least bubble."""
+    """Return a function of z: the most work that a pipeline of each kind can finish by z, given its least bubble."""
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds
     bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * problem.terms[:, local_search.BUBBLE]

@@ -1,7 +1,7 @@
 """The integer programs of Hydraulis, through cvxpy: `pip install hydragraph[exact]`.
 
-Eq. 3 (0-1 program; Eq. 2 is each pipeline's end)  `exact_dispatch`
-Eq. 1 for every V of Appendix C                    `exact_packing`, one program each in `_least_largest`
+Eq. 3, with each pipeline's end time by Eq. 2    `exact_dispatch`
+Eq. 1, one program for each V of Appendix C      `exact_packing`
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensor-parallel groups inside nodes: groups of one degree for equal devices, small groups for stragglers.
 
-A group of k devices takes y = rho_k max x_g seconds, with rho_k the seconds of k healthy devices, and x_g the rates of
-its devices (Malleus). For given sizes of groups, it is optimal to cut a node's devices, sorted from slow to fast, into
+A group of k devices takes y = rho_k max x_g seconds if k healthy devices take rho_k seconds, and the group's devices
+have rates x_g (Malleus). For given group sizes, it is optimal to cut a node's devices, sorted from slow to fast, into
 consecutive groups of non-decreasing sizes (theorem 1). Splits with the largest sum of 1 / y come first (theorem 2).
 """
 
@@ -87,7 +87,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of groups of one degree; remaining devices form a few smaller groups, which come first."""
+    """Return group sizes for one degree; leftover devices form smaller groups, which come first."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
@@ -144,7 +144,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # Few groups give few stages and pipelines: take the fewest groups that have at least 0.9 of the best power.
+    # Fewer groups give fewer stages and pipelines, so take the fewest groups with at least 0.9 of the best power.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)

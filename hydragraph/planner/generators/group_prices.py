@@ -21,7 +21,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import Stage
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-# Usable fraction of a device's memory; estimates may be slightly low.
+# Usable fraction of a device's memory, because estimates may be slightly low.
 SAFETY = 0.99
 
 
@@ -43,10 +43,11 @@ class Option:
     """One way for a group to run its layers.
 
     Attributes:
-        aux_s: seconds for auxiliary values of a stage per micro-batch.
-        layer_s, first_s, last_s: seconds of a micro-batch's forward and backward in a layer, the first and the last
-            block.
-        state_bytes, first_bytes, last_bytes: weights and gradients of a layer, the first and the last block.
+        aux_s: seconds per micro-batch for a stage's auxiliary values.
+        layer_s: seconds of a micro-batch's forward and backward in a layer.
+        first_s, last_s: the same in the first and the last block.
+        state_bytes: weights and gradients of a layer.
+        first_bytes, last_bytes: the same for the first and the last block.
         kept_bytes: activations per layer and micro-batch in flight.
         own_bytes: working memory and hidden states.
     """
@@ -64,11 +65,11 @@ class Option:
 
 
 class Prices:
-    """Prices for micro-batches of some lengths.
+    """Prices for micro-batches of given lengths.
 
     Args:
-        lengths: tokens of a micro-batch's sequences.
-        reach: tokens that must fit in memory; default: the tokens of `lengths`.
+        lengths: tokens of each sequence in a micro-batch.
+        reach: tokens that must fit in memory; default: the sum of `lengths`.
     """
 
     def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
@@ -84,13 +85,14 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return factors by which messages enlarge a stage's weights and gradients, at peak activations and at the end.
+        """Return two factors by which messages enlarge weights and gradients: at peak activations, and at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
 
         Args:
-            ahead, behind: fraction of all layers in earlier and in later stages.
+            ahead: fraction of all layers in earlier stages.
+            behind: fraction in later stages.
         """
         if self.costs.ranks == 1:
             return 1.0, 1.0
@@ -100,7 +102,7 @@ class Prices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held` for equal stages, by micro-batches in flight and whether another stage precedes [layers + 1, 2, 2]."""
+        """`held` for equal stages, by micro-batches in flight and by whether a stage precedes [layers + 1, 2, 2]."""
         rows = []
         for flying in range(1, self.layers + 1):
             behind = 1 - 1 / flying
@@ -198,14 +200,14 @@ def site_of(costs: Costs, rank: int) -> DeviceSite:
 
 
 def state_bytes(costs: Costs) -> float:
-    """Return the bytes of the state between steps."""
+    """Return the state's bytes between steps."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return each running rank's bytes for a mini-batch and for a share of the state in proportion to its memory."""
+    """Return the bytes that each running rank needs for a mini-batch and a state share proportional to its memory."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

@@ -37,12 +37,12 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import Floats, Ints
 
-# Tokens per level, and steps per pipeline, as in the paper.
+# Tokens per level, and steps per whole pipeline, as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
-# Minimum level of a proposal.
+# Lowest level up to which strategies are proposed.
 SHORTEST = 8
-# Ratio of successive times t; a smaller t suffices for shorter sequences.
+# Factor between successive times t; smaller t yield strategies for shorter sequences.
 SWEEP = 1.03
 
 
@@ -52,7 +52,8 @@ class Histogram:
 
     Attributes:
         schemes: schemes that fit some sequence [K].
-        devices, levels: number of devices of each scheme, and highest level that fits the scheme [K].
+        devices: number of devices of each scheme [K].
+        levels: highest level that fits each scheme [K].
         work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """
 
@@ -64,7 +65,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a proposal: a number of pipelines, a multiple of 0.1, for sequences with lengths in (above, upto]."""
+    """Part of a proposal: pipelines (a multiple of 0.1) for sequences with lengths in (above, upto]."""
 
     scheme: Scheme
     pipelines: float
@@ -90,9 +91,9 @@ def propose(
     """Return strategies as lists of one scheme per pipeline, the lowest expected time first.
 
     Args:
-        lengths: tokens of the data's sequences or a sample; longer sequences count as `context`.
+        lengths: tokens of each sequence of the data or a sample; longer sequences count as `context`.
         devices: number of devices; some may be idle.
-        context: the longest sequence, in tokens.
+        context: maximum tokens of a sequence.
 
     Raises:
         Unsupported: no measured scheme fits `context` tokens on the devices.
@@ -144,7 +145,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Write F(l) in units of 1 / `steps` of a device, and the scheme and l' of the last interval."""
+    """Write, for each l, F(l) in units of 1 / `steps` of a device, and the last interval's scheme and l'."""
     last = work.shape[1] - 1
     units[0] = 0
     for upto in range(1, last + 1):
@@ -155,7 +156,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
             if upto > levels[k]:
                 continue
             for above in range(upto - 1, -1, -1):
-                # Rounding must not add a tenth of a pipeline.
+                # Rounding errors must not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
@@ -226,7 +227,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return strategies with rounded numbers of pipelines that fit the longest length and leave no room to round up."""
+    """Return roundings of the numbers of pipelines that fit the longest length and leave no devices to round up."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
@@ -248,7 +249,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
     """Return an estimate of a strategy's time for all sequences up to a level.
 
-    Pipelines share a level in proportion to their speed.
+    Pipelines share each level's sequences in proportion to their speed.
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)

@@ -17,7 +17,7 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Maximum number of partitions to improve by exchanges, and to keep.
+# Maximum numbers of partitions to improve by exchanges, and to keep.
 IMPROVED = 6
 KEPT = 12
 # Partitions are kept if they take at most this multiple of the best partition's time.
@@ -26,7 +26,7 @@ WITHIN = 1.25
 SLOW = 1.5
 # Groups on the weakest kinds of devices may be left idle, up to this fraction of all power.
 WEAK = 0.3
-# Largest number of sequences per micro-batch to try; larger micro-batches overlap more traffic.
+# Largest number of sequences per micro-batch to try.
 LARGEST = 16
 
 
@@ -37,7 +37,7 @@ class Way:
     Attributes:
         split: nodes with stragglers get groups of different sizes.
         symmetric: all types of devices have the same degree.
-        published: SCIP forms the pipelines by AutoHet's equation 3, without improvement.
+        published: SCIP forms the pipelines by AutoHet's equation 3, and exchanges do not improve them.
     """
 
     name: str
@@ -67,16 +67,14 @@ def search(
 
     Args:
         reach: tokens that must fit in every pipeline's memory; default: the tokens of a micro-batch.
-        until: deadline of the search, which then returns its results so far.
+        until: deadline at which the search returns its results so far.
 
     Raises:
         Unsupported: all devices are lost.
     """
     nodes = nodes_of(costs)
     if not nodes:
-        raise Unsupported(
-            "all devices are lost", where="plan", remedy="give at least one rank a finite rate in the health"
-        )
+        raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf
@@ -230,7 +228,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return possible numbers of sequences per micro-batch, and the number above which a search without a gain ends."""
+    """Return numbers of sequences per micro-batch to try, and the number above which only gains continue the search."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

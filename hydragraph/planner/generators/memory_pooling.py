@@ -1,8 +1,8 @@
 """Distribution of layers if a rank may divide its memory in any proportion between its stage and its part of the state.
 
-The search gives every rank a fixed share of the state. The first stages have the most micro-batches in flight; if they
-own less state, fewer stages recompute. For bounds t_s on the times of stages, a dynamic program over stages and layers
-maximizes the room, the fraction of the state that the ranks of a stage can own:
+The search gives every rank a fixed share of the state. But the first stages have the most micro-batches in flight, so
+fewer stages recompute if the first stages own less state. For bounds t_s on the stages' times, a dynamic program over
+stages and layers maximizes the total room. A stage's room is the fraction of the state that its ranks can own:
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
@@ -29,14 +29,14 @@ from hydragraph.planner.bisection import bisect
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
 from hydragraph.planner.price_candidate import NEAR_LIMIT, SearchCandidate
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Required room, as fractions of the state.
+# Required rooms to try, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on the stages' times: WORTH or less is a worthwhile gain; SLOWEST and QUICKEST are limits.
+# Factors on the stages' times: at most WORTH is a worthwhile gain, and QUICKEST and SLOWEST are the limits.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
@@ -49,9 +49,13 @@ class Stages(NamedTuple):
     """Stages of a pipeline, as arrays [S] or, with options, [S, O].
 
     Attributes:
-        layer, extra: seconds per layer, and seconds of other blocks; infinite: no such option.
-        fixed, each, gradients: a rank's fixed bytes, bytes per layer, and bytes of a layer's weights and gradients.
-        ranks, limit: tensor-parallel degree, and usable bytes of each rank.
+        layer: seconds per layer; infinite if the option does not exist.
+        extra: seconds of other blocks.
+        fixed: a rank's bytes besides layers.
+        each: a rank's bytes per layer.
+        gradients: bytes of a layer's weights and gradients.
+        ranks: tensor-parallel degree.
+        limit: usable bytes of each rank.
     """
 
     layer: Floats
@@ -89,7 +93,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with its layers distributed to make it faster or make it fit."""
+    """Yield variants of the candidate with layers distributed to be faster or to fit."""
     if costs.ranks == 1:
         return
     bench = candidate.bench

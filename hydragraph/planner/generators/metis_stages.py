@@ -1,10 +1,11 @@
 """Metis's search with `Costs`: stages over all devices, with different data-parallel degrees.
 
-Metis's cost model only ranks plans; `Costs` prices the resulting pipelines. A replica's ranks are in one node, and
-memory is per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without recomputation.
+Metis's cost model only ranks plans; `Costs` prices the resulting pipelines. Unlike in Metis, a replica's ranks must be
+in one node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
+recomputation.
 
-There are dp_max pipelines (the largest dp of a stage); each replica of a stage serves dp_max / dp pipelines. Example
-with 3 layers at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
+There are as many pipelines as the largest dp of a stage, dp_max. Each replica of a stage serves dp_max / dp pipelines.
+Example with 3 layers at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
 """
@@ -31,13 +32,13 @@ from hydragraph.planner.metis.problem import MetisProblem, StagePlan
 from hydragraph.planner.metis.profile import Measurement, MetisProfile
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Maximum number of types, because all orders of types are tried.
 _MOST_TYPES = 5
-# Messages in flight, as a fraction of weights and gradients; usable fraction of memory.
+# Bytes of messages in flight, as a fraction of weights and gradients, and the usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
 # Assumed seconds to simulate a micro-batch on a stage.
@@ -48,10 +49,10 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan of Metis's search as pipelines.
+    """A plan of Metis's search, as pipelines.
 
     Attributes:
-        seconds: end of the last pipeline; includes traffic of state only if stages are shared.
+        seconds: end time of the last pipeline; includes pull and push only if pipelines share stages.
     """
 
     strategy: Strategy
@@ -65,7 +66,7 @@ def staged(
     """Return plans for equal sequences on all running devices.
 
     Args:
-        until: deadline of the search, which then returns its results so far, possibly none.
+        until: deadline at which the search returns its results so far, possibly none.
 
     Raises:
         Unsupported: no plan was found, or the devices have too many types or rates.
@@ -119,9 +120,9 @@ class TypedDevices:
                 nodes.setdefault((cluster.node_of(rank), kind), []).append(rank)
         if not nodes:
             raise Unsupported(
-                "all devices are lost", where="plan", remedy="give at least one rank a finite rate in the health"
+                "all devices are lost", where="plan", remedy="give at least one rank a finite health rate"
             )
-        # In another order, groups of 1, 2, 4, ... ranks would span two nodes.
+        # In another order, some groups of 1, 2, 4, ... ranks might span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, MetisDeviceType] = {}
@@ -257,7 +258,7 @@ def _gradients(costs: Costs, layer: int) -> int:
 def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
     """Return a plan's stages as pipelines, which share the replicas of stages with smaller dp.
 
-    Each degree of data parallelism must divide the largest.
+    Every stage's dp must divide the largest dp.
     """
     count = max(dp for dp, _ in plan.degrees)
     by_stage: list[list[Stage]] = []
@@ -274,7 +275,7 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
 ) -> Staged | None:
-    """Convert a search result to pipelines with assigned sequences and a price.
+    """Convert a search result to pipelines with assigned sequences and a time.
 
     Returns:
         The plan, or None if stages cannot be shared or the simulation would end after the deadline.

@@ -1,6 +1,6 @@
 """Distribution of layers over the stages of one pipeline.
 
-Stage j takes y_j seconds per layer and micro-batch, plus f_j with the first or last block, and fits at most cap_j
+For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block. It fits at most cap_j
 layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
@@ -8,7 +8,7 @@ layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline tak
 (AutoHet's cost; Malleus's layer ILP minimizes the second term). Each stage also chooses an option, such as
 recomputation.
 
-For a bound T, stage j takes at most room_j(T) = max over options of min(cap, (T - f) / y) layers; the least T is found
+Within a stage time T, stage j fits room_j(T) = max over options of min(cap, (T - f) / y) layers. The least T is found
 layer by layer. A few larger T are also tried, because sum_j t_j may then be smaller.
 """
 
@@ -47,11 +47,12 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
     Args:
         count: number of micro-batches, at least 1.
-        layer, extra: seconds per layer, and of other blocks, by stage and option [S, O].
-        cap: maximum number of layers [S, O]; 0: unusable.
+        layer: seconds per layer, by stage and option [S, O].
+        extra: seconds of other blocks [S, O].
+        cap: maximum number of layers [S, O]; 0 if unusable.
 
     Returns:
-        Sum and maximum of stages' seconds (infinite if layers do not fit), layers [S], options [S].
+        Sum and maximum of the stages' seconds (infinite if the layers do not fit), layers [S], and options [S].
     """
     stages, options = layer.shape
     best_layers = np.zeros(stages, np.int64)
@@ -105,12 +106,12 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
 @compiled
 def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the least T for all layers, with at least one per stage; infinite if there is too little memory."""
+    """Return the least T at which all layers fit, at least one per stage; infinite if there is too little memory."""
     stages = len(layer)
     if stages > layers:
         return np.inf
     stage_layers = np.zeros(stages, np.int64)
-    further = np.empty(stages)  # with one more layer
+    further = np.empty(stages)  # seconds with one more layer
     least = 0.0
     for s in range(stages):
         least = max(least, _with_one_more(0, layer[s], extra[s], cap[s]))

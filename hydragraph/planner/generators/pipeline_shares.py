@@ -28,10 +28,11 @@ def able(seconds: float, first: float, each: float) -> int:
 
 @compiled
 def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) -> float:
-    """Return the least T; infinite if no pipeline can run.
+    """Return the least T by which all micro-batches end; infinite if no pipeline can run.
 
     Args:
-        first, each: seconds of the first, and of every further micro-batch [K].
+        first: seconds of a pipeline's first micro-batch [K].
+        each: seconds of every further micro-batch [K].
         alike: number of pipelines of each kind [K].
     """
     high = np.inf
@@ -53,7 +54,7 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
 
 
 def shares(micro_batches: int, first: Floats, each: Floats) -> Ints:
-    """Return the micro-batches of each pipeline [P] that minimize the last end."""
+    """Return numbers of micro-batches [P] that minimize the last pipeline's end time."""
     until = least_seconds(micro_batches, first, each, np.ones(len(first), np.int64))
     counts = np.array([able(until, a, b) for a, b in zip(first, each, strict=True)], dtype=np.int64)
     for _ in range(int(counts.sum()) - micro_batches):

@@ -1,7 +1,7 @@
 """Assembly of tensor-parallel groups into pipelines: balanced partitions, improved by exchanges of groups.
 
 A pipeline is a multiset of forms (kinds of equal groups), laid out by `Bench.lay`. The slowest group comes first
-(Malleus, theorem 3; AutoHet), since the first stage stores the most micro-batches; the order from most to least memory
+(Malleus, theorem 3; AutoHet), since the first stage stores the most micro-batches. The order from most to least memory
 is also tried.
 """
 
@@ -24,7 +24,7 @@ from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_layers, spread_over, timed
 from hydragraph.spec.stage_kind import StageKind
 
-Multiset = tuple[int, ...]  # forms by index, ascending
+Multiset = tuple[int, ...]  # indices of forms, ascending
 # Every number of pipelines up to this is tried.
 EVERY = 16
 # Maximum number of partitions priced per improvement.
@@ -60,7 +60,7 @@ NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.ze
 
 @dataclass(frozen=True)
 class Partition:
-    """Pipelines as multisets of forms with counts, and the idle groups."""
+    """Pipelines (multisets of forms, with counts) and idle groups."""
 
     pipelines: tuple[tuple[Multiset, int], ...]
     idle: Multiset
@@ -72,7 +72,7 @@ class Partition:
 
 
 class Bench:
-    """Prices of pipelines of groups.
+    """Pricing of pipelines that consist of groups.
 
     Args:
         memory: bytes that a rank of each form has left after its share of the state.
@@ -118,7 +118,7 @@ class Bench:
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
-        """Return a multiset as a pipeline that runs about `count` micro-batches."""
+        """Lay out a multiset as a pipeline for about `count` micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
@@ -155,11 +155,10 @@ class Bench:
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
-        """Return the time of an iteration in seconds.
+        """Return the iteration time in seconds.
 
         Args:
-            pipelines: multiset of groups -> number of pipelines made of it.
-            worth: if the result reaches this number, it may be only a lower bound.
+            worth: a result of at least this may be only a lower bound.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))

@@ -1,7 +1,7 @@
 """Layout and timing of a pipeline of groups (compiled).
 
-By default, stage s of S has min(S - s, m) of the pipeline's m micro-batches in flight; an owner of the state also
-stores messages (`Prices.held`).
+In the default schedule, stage s of S has min(S - s, m) of the pipeline's m micro-batches in flight. An owner of state
+also stores messages (`Prices.held`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = ra
 # Columns of a form: slowdown; bytes left after a rank's share of the state; seconds of pull and push per byte of
 # weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# The forward's fraction of a micro-batch's time; the pulled fraction of pulled and pushed bytes (16 against 32 bits).
+# The forward's fraction of a micro-batch's time, and the weights' fraction of traffic (16 bits; gradients have 32).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
@@ -62,7 +62,7 @@ def spread_over(
         held: `Prices.held_by_flight` [L + 1, 2, 2].
 
     Returns:
-        Layers [S] and options [S]; empty if memory does not suffice.
+        Layers [S] and options [S]; empty if there is too little memory.
     """
     stages = len(order)
     width = options.shape[1]
@@ -92,8 +92,7 @@ def timed(
     """Return the times of a pipeline with layers `taken` [S] and options `chosen` [S].
 
     Returns:
-        Seconds of the first micro-batch, every further micro-batch, exposed pull and push (included in the first), the
-        slowest rank's pull and push, a micro-batch on each stage [S], and each layer's pull and push [L].
+        The fields first_s, each_s, exposed_s, traffic_s, stages_s [S] and passing_s [L] of `pipelines_of_groups.Laid`.
     """
     stages = len(order)
     seconds = np.empty(stages)
@@ -126,10 +125,11 @@ def timed(
 def exposed(seconds: Floats, passing: Floats) -> float:
     """Return the exposed time of pull and push.
 
-    Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
+    Stage s pulls while stages 0 to s compute the first forward, and pushes during these stages' last backward.
 
     Args:
-        seconds, passing: seconds of each stage for a micro-batch, and for pull and push [S].
+        seconds: seconds of each stage for a micro-batch [S].
+        passing: seconds of each stage's pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -141,11 +141,13 @@ def exposed(seconds: Floats, passing: Floats) -> float:
 
 @compiled
 def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
-    """Return a pipeline's additional wait if pull and push of each layer are as slow as in the slowest pipeline.
+    """Return how much longer a pipeline waits if each layer's pull and push are as slow as in the slowest pipeline.
 
     Args:
-        seconds, taken: seconds of each stage for a micro-batch, and the stage's number of layers [S].
-        of_layer, slowest: seconds of each layer's pull and push, in this and the slowest pipeline [L].
+        seconds: seconds of each stage for a micro-batch [S].
+        taken: number of layers of each stage [S].
+        of_layer: seconds of each layer's pull and push in this pipeline [L].
+        slowest: the same in the slowest pipeline [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

@@ -21,9 +21,9 @@ from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS
 from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
 # Maximum number of plans of each category.
@@ -36,7 +36,7 @@ class Simple:
 
     Attributes:
         together: number of sequences per micro-batch.
-        seconds: seconds of an iteration by AutoHet's cost, without traffic.
+        seconds: iteration time by AutoHet's cost, without traffic.
     """
 
     strategy: Strategy

@@ -85,7 +85,7 @@ class MetisCluster:
 
     @staticmethod
     def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
-        """Convert a cluster; each type gets the slowest link inside a node of this type."""
+        """Convert a cluster; each type gets the least bandwidth inside a node of this type."""
         if isinstance(cluster, MetisCluster):
             return cluster
         types: dict[str, MetisDeviceType] = {}
@@ -98,6 +98,6 @@ class MetisCluster:
         return MetisCluster(types, tuple((kind, devices) for (_, kind), devices in nodes.items()))
 
 
-# Public names of the package.
+# Public names.
 Cluster = MetisCluster
 DeviceType = MetisDeviceType

@@ -1,22 +1,22 @@
 """Plan of least cost by Metis's model: dynamic programming over labels, with bounds.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
-layers). An *option* is a stage's first rank, ranks and degrees; an option with layers is a step of the path. The cost
-is
+layers). An *option* is a stage's first rank, number of ranks and degrees; an option with layers is a step of the path.
+The cost is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-with t, o and g the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` has the other
-terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label A dominates B
+where t, o and g are the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` has the other
+terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label P dominates Q
 if
 
-    A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
+    P.sum + (B - 1) (P.t - Q.t)^+ + (P.o - Q.o)^+ + (P.g - Q.g)^+ <= Q.sum
 
 Every completion of a label has at least the t, o and g in `least`; labels are raised to these minima, so that more of
 them are dominated.
 
-`sums[k]` is the least sum of stages with t <= caps[k]: a completion whose slowest stage lies between two caps costs at
-least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
+`sums[k]` is the least sum of stages with t <= caps[k]. So a completion whose slowest stage is between caps[k - 1] and
+caps[k] costs at least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
 """
 
 from __future__ import annotations
@@ -52,17 +52,19 @@ class Options(NamedTuple):
 
     Attributes:
         begin: first option of each rank, and the end [N + 1].
-        size, dp, tp: ranks, replicas, and ranks of a replica [O].
-        first_row: first row of `upto`; a stage takes the largest difference of its rows [O + 1].
+        size: ranks [O].
+        dp: replicas [O].
+        tp: ranks per replica [O].
+        first_row: first row of `upto` [O + 1]; a stage takes the largest difference in its rows.
         upto: milliseconds of the first l layers [R, L + 1].
         held: MB of the first l layers, each on the type that needs most [rows, L + 1].
         memory_row: row of `held` [O].
-        limit: MB of all devices, or of the smallest device [O].
+        limit: MB of all devices or, if `per_rank`, of the smallest device [O].
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
         sync: B times a last stage's milliseconds outside layers [O].
-        ahead: bandwidth of each first rank's type, an upper bound of a stage's bandwidth; infinite after the
-            last rank [N + 1].
+        ahead: bandwidth of each rank's type, an upper bound for stages that begin there; infinite after the last rank
+            [N + 1].
     """
 
     begin: Ints
@@ -87,7 +89,7 @@ def options_of(
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
     most = ranks * sizes.size * degrees
-    # not compiled: numba would need seconds
+    # not compiled, because numba would need seconds
     o = Options(
         np.zeros(ranks + 1, np.int64),
         np.zeros(most, np.int64),
@@ -277,7 +279,7 @@ def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
 
 @compiled
 def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
-    """Return how many numbers a stage with layers up to end - 1 sends to the next."""
+    """Return how many numbers a stage with layers up to end - 1 sends to the next stage."""
     if end == tables.share.size - 1:
         return float(o.samples[option] * tables.logits / o.tp[option])
     return float(o.samples[option] * tables.activation)
@@ -305,7 +307,7 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
     Returns:
         sums: least sum of stages no slower than each cap [N + 1, L + 1, K].
         least: least maximum t, o and g [N + 1, L + 1, 3].
-        option, end: first stage of the completion of `sums` [N + 1, L + 1, K].
+        option, end: first stage of the completion that attains `sums` [N + 1, L + 1, K].
     """
     shape = (o.begin.size, tables.share.size + 1)
     sums = np.full((*shape, caps.size), np.inf)
@@ -368,10 +370,10 @@ def best_labels(
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # A label: sum, t, o, g, and the pending transfer: count of numbers, and the sender's bandwidth.
+    # A label: sum, t, o, g, and the pending transfer's count of numbers and sender's bandwidth.
     value = np.zeros((room, 6))
-    # A label's origin: previous label, option, end of its layers; next label at the same ranks and layers; stages, up
-    # to `fewest`.
+    # A label's origin: previous label, option, end of its layers, next label at the same ranks and layers, and number
+    # of stages (at most `fewest`).
     origin = np.zeros((room, 5), dtype=np.int64)
     heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
     latest_at = np.full(ranks + 1, np.inf)
@@ -476,8 +478,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, the existing label is charged for the slowest transfer (`slow`), the new label for the
-    fastest (`soonest`).
+    If pending transfers differ, the existing label counts with the slowest transfer (`slow`), and the new label with
+    the fastest (`soonest`).
     """
     label = head
     while label >= 0:
@@ -585,7 +587,7 @@ def optimum(
     Args:
         smallest: minimum number of ranks of a stage, a power of two.
         known: plan to return if no better plan exists.
-        until: deadline of the search, which then returns its best plan so far.
+        until: deadline at which the search returns its best plan so far.
     """
     tables = problem.tables
     best = known

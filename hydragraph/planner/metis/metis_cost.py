@@ -1,13 +1,14 @@
 """Metis's cost model of an iteration.
 
-    s, S      a stage, and the number of stages; a stage has dp * tp ranks and layers a to b - 1
-    B, mbs    micro-batches; samples of one per replica, batch // dp // B
+    s    a stage of S, with dp * tp ranks and layers a to b - 1
+    B    number of micro-batches
+    mbs  samples per micro-batch and replica, batch // dp // B
 
 A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
-over replicas by their speed for one sample; 5 samples take the time of 4 plus the time of 1. The cost is
+over replicas by the replicas' speed for one sample, and 5 samples take the time of 4 plus the time of 1. The cost is
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
-          + B max over types of the last stage of sync        time outside layers
+          + B max of sync over the last stage's types         time outside layers
           + max_s optimizer / tp * (b - a) / L                update
           + max_s 2 (dp - 1) / dp * bytes / tp / bandwidth    gradients
           + sum_{s < S - 1} numbers sent / bandwidth          activations (numbers, not bytes, as in Metis)
@@ -61,7 +62,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
 
 
 def cost(plan: StagePlan) -> float:
-    """Return the time of a plan's iteration in milliseconds.
+    """Return a plan's iteration time in milliseconds.
 
     Raises:
         ValueError: see `parts`.
@@ -80,7 +81,9 @@ def price(
 
     Args:
         kinds: type of each rank [N].
-        groups, dp, tp: number of ranks, replicas, and ranks per replica of each stage [S].
+        groups: ranks of each stage [S].
+        dp: replicas of each stage [S].
+        tp: ranks per replica [S].
         bounds: first layer of each stage, and the end [S + 1].
         count: number of stages to price; Metis sometimes prices only the first.
     """

@@ -53,12 +53,12 @@ def search(
     Args:
         profile: measurements, stretched to `layers` (`MetisProfile.stretched`).
         order: "naive" is Metis's search, "memory" the improved paper's, "exact" finds the proven least cost.
-        max_tp: maximum degree; default: the profile's largest, for "exact" at most 4, since Metis extrapolated larger
-            degrees.
+        max_tp: maximum degree; default: the profile's largest (for "exact" at most 4, since Metis extrapolated larger
+            degrees).
         mixed_tp: allow replicas of several types, which Metis prices like their first type; default: False for "exact",
             else True.
-        groups: for "exact": "all" (default) allows stages of any power of two of ranks, "metis" only those of at
-            least `ranks // stages` ranks.
+        groups: only for "exact". "all" (default) allows stages of any power of two of ranks; "metis" requires at least
+            `ranks // stages` ranks.
 
     Raises:
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.
@@ -158,5 +158,5 @@ def _nothing(problem: MetisProblem, metis_groups: bool) -> str:
     )
 
 
-# Public names of the package.
+# Public names.
 Found = FoundPlan

@@ -5,13 +5,13 @@ parallelism only. Layers are divided over stages by speed, with at most three co
 is a change of degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY differ in the stage that
 changes first:
 
-    NAIVE   the stage with the least memory left in the last division that fitted; if none, that with the largest dp
+    NAIVE   the stage with least memory left in the last division that fitted; if none fitted, the stage with largest dp
     MEMORY  the stage most short of memory at the first attempt; if all fitted, the stage with the least memory left
 
 A walk ends when a plan fits at the first attempt, or no stage can change. As in Table 1, only steps that led to a
 plan are counted.
 
-    capacity[s]  [S]    fraction of all stages' speeds
+    capacity[s]  [S]    fraction of the total speed
     split[q]     [7 L]  layers in seven equal pieces
     owner[q]     [7 L]  stage of a piece; -1: none
 """
@@ -36,7 +36,7 @@ from hydragraph.planner.metis.problem import Floats, Ints, Tables
 NAIVE = 0
 MEMORY = 1
 
-# Pieces of a layer.
+# Number of pieces per layer.
 PIECES = 7
 ATTEMPTS = 3
 # Memory of a stage without layers, in MB.
@@ -48,7 +48,7 @@ class Best(NamedTuple):
 
     Attributes:
         cost: lowest full price of a plan that can train; infinite if there is none.
-        batches, plan: micro-batches and rows of this plan.
+        batches: number of micro-batches of this plan.
         claimed: lowest price by Metis's program.
     """
 
@@ -262,7 +262,7 @@ def divide(
 
 @compiled
 def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, found: Floats) -> bool:
-    """Write each stage's fraction of all speeds; return whether all stages were measured."""
+    """Write each stage's fraction of the total speed; return whether all stages were measured."""
     layers = tables.share.size
     start = 0
     total = 0.0
@@ -290,7 +290,7 @@ def memory_mb(
     """Write each stage's MB as Metis counts them; return whether all stages were measured.
 
     As in Metis, all stages use the measurements of rank 0's type, and a stage of mixed types divides its samples as if
-    it had all devices. If memory is per rank, the type that needs most counts.
+    it had all devices. If memory is limited per rank, the type that needs the most memory counts.
     """
     kind = kinds[0]
     start = 0
@@ -408,7 +408,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the first piece that exceeds its capacity stays unassigned."""
+    """Fill each stage but the last from the front; the first piece above a stage's capacity stays unassigned."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):
@@ -440,7 +440,7 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Give every remaining piece to the stage with most capacity between the owners of its neighboring pieces."""
+    """Give each remaining piece to the stage with most capacity, from one neighboring piece's owner to the other's."""
     count = capacity.size
     low = np.full(count, split.size, dtype=np.int64)
     high = np.full(count, -1, dtype=np.int64)
@@ -508,7 +508,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer from a neighbor to the stage with most capacity, unless this raises the maximum; return success."""
+    """Move a layer from a neighbor to the stage with most capacity left, unless another would then have more."""
     count = capacity.size
     most = 0
     for s in range(1, count):

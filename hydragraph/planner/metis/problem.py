@@ -2,7 +2,7 @@
 
 T  types of devices, in the order of the cluster's nodes
 D  tensor-parallel degrees 2^d
-M  measured micro-batch sizes, ascending; `size_at[mbs]` is an index, -1: not measured
+M  measured micro-batch sizes, ascending; `size_at[mbs]` is an index, -1 if not measured
 L  layers
 
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
@@ -46,7 +46,7 @@ class Tables(NamedTuple):
     bandwidth: Floats  # [T], in 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
     parameters: Floats  # [3]: bytes of the first, middle and last layer
-    optimizer: float  # milliseconds on one device, twice the profile's
+    optimizer: float  # milliseconds on one device, twice the profile's value
     generator: float  # milliseconds of one micro-batch
     activation: float  # numbers that a layer sends to the next layer, per sequence
     logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
@@ -60,7 +60,7 @@ class MetisProblem:
     """Inputs of Metis's planning.
 
     Attributes:
-        per_rank: unlike in Metis, a stage must fit into each device's memory, and a replica into a node.
+        per_rank: whether, unlike in Metis, a stage must fit into each device's memory, and a replica into a node.
 
     Raises:
         ValueError: a type was not measured, or a number is out of range.
@@ -99,7 +99,7 @@ class MetisProblem:
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
 
     def places(self, types: Sequence[str]) -> Ints:
-        """Return a label [N] that a replica's ranks must share: the type or, per rank, the node."""
+        """Return each rank's label [N], which a replica's ranks must share: the type or, if `per_rank`, the node."""
         if not self.per_rank:
             return self.kinds(types)
         ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
@@ -180,7 +180,9 @@ class StagePlan:
         if not len(self.groups) == len(self.degrees) == len(self.layers) or not self.groups:
             raise ValueError(f"{self}: give equally many groups, degrees and layers, at least one of each")
         if any(dp * tp != group or tp & (tp - 1) for (dp, tp), group in zip(self.degrees, self.groups, strict=True)):
-            raise ValueError(f"{self}: dp * tp of each stage must equal its number of ranks, and tp be a power of two")
+            raise ValueError(
+                f"{self}: dp * tp of each stage must equal its number of ranks, and tp must be a power of two"
+            )
         devices = self.problem.cluster.devices
         if sum(self.groups) > devices:
             raise ValueError(f"{self}: use at most the cluster's {devices} ranks, not {sum(self.groups)}")
@@ -194,7 +196,7 @@ class StagePlan:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """First layers of stages, and the end."""
+        """First layer of each stage, and the end."""
         return tuple(int(end) for end in np.cumsum((0, *self.layers)))
 
     @property
@@ -219,6 +221,6 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-# Public names of the package.
+# Public names.
 Plan = StagePlan
 Problem = MetisProblem

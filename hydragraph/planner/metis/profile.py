@@ -1,7 +1,7 @@
 """Metis's measurements of a model.
 
-They are read from Metis's folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type:
-lists of layers under `samples`, or the first, middle and last layer under `by_num_layers`.
+They are read from a folder like Metis's (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from a file per
+device type. Such a file has lists of layers under `samples`, or the first, middle and last layer under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Measurement:
     def __post_init__(self) -> None:
         if len(self.layers_ms) != len(self.memory_mb):
             raise ValueError(
-                f"{len(self.layers_ms)} layers have times, but {len(self.memory_mb)} have memory: give both for all"
+                f"{len(self.layers_ms)} layers have times, but {len(self.memory_mb)} have memory: give each layer both"
             )
         numbers = (*self.layers_ms, *self.memory_mb, self.forward_backward_ms)
         if not all(math.isfinite(x) and x >= 0 for x in numbers) or not sum(self.layers_ms) > 0:
@@ -64,7 +64,7 @@ class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: layers are balanced by their times on the first measurement's type.
+        measurements: the first key's type has the times by which layers are balanced.
         parameters_bytes: parameter bytes of the first, middle and last layer.
         optimizer_ms: optimizer step of the whole model.
         hidden: numbers that a layer sends per token.
@@ -83,7 +83,7 @@ class MetisProfile:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(
-                f"measurements have {sorted(depths)} layers: give at least one, all of the same number of layers"
+                f"measurements have {sorted(depths)} layers: give one or more measurements of equally many layers"
             )
 
     @cached_property
@@ -106,7 +106,7 @@ class MetisProfile:
         if self.layers < 3 or layers < 2 or not equal:
             raise ValueError(
                 f"the profile has {self.layers} layers, but the plan has {layers}: profile the model with {layers}; "
-                "only a profile of 3 or more layers, with equal middle layers, can be stretched, and only to 2 or more"
+                "only a profile of 3 or more layers with equal middle layers can be stretched, to 2 or more layers"
             )
         return replace(
             self,
@@ -126,8 +126,8 @@ class MetisProfile:
         """Read files of measurements, or a folder of files named like Metis's.
 
         Args:
-            layers: number of layers of the model to read if a file has several such models; default: the least.
-            hidden, sequence, vocabulary: required if no file contains them; Metis's own files do not.
+            layers: number of layers of the model to read if a file has several models; default: the least.
+            hidden, sequence, vocabulary: required if no file contains them, as in Metis's own files.
 
         Raises:
             ValueError: a file is not a profile, or something is missing.
@@ -263,5 +263,5 @@ def _ends(parameters: Sequence[float]) -> tuple[float, float, float]:
     return float(parameters[0]), float(parameters[1]), float(parameters[-1])
 
 
-# Public names of the package.
+# Public names.
 Profile = MetisProfile

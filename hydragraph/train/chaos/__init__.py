@@ -1,1 +1,1 @@
-"""Fault injection for `hydragraph chaos`, tests and benchmarks: processes of a run are killed, stopped and slowed."""
+"""Fault injection for `hydragraph chaos`, tests and benchmarks, which kill, stop and slow processes of a run."""

@@ -1,6 +1,6 @@
 """A training run with injected faults, compared with an undisturbed run of the same config.
 
-The seed determines the faults, except for their exact times within a step.
+The seed determines all faults and their steps, but not their exact times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2  # number of machines in a run with preemptions
-STEPS_PER_STRIKE = 5  # on average; a strike is an injected fault
+STEPS_PER_STRIKE = 5  # on average; a strike is one injected fault
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
 CALM_STEPS = 10  # number of steps after the last fault
@@ -40,7 +40,7 @@ class Strike:
     """One injected fault.
 
     Attributes:
-        which: index of the affected rank, as a fraction of the number of ranks.
+        which: index of the affected rank, divided by the number of ranks.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Disturbed:
     """Outcome of a run.
 
     Attributes:
-        hung: why a run that hung was ended, or "".
+        hung: if the run hung, why it was killed; else "".
     """
 
     code: int
@@ -76,7 +76,7 @@ class Disturbed:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
-        """Return the largest relative difference between two runs' losses of a step; infinite if their steps differ."""
+        """Return the largest relative difference of two runs' losses at any step; infinite if their steps differ."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
         if mine.keys() != theirs.keys() or not mine:
@@ -84,15 +84,15 @@ class Disturbed:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # relative difference of a loss when sums are computed in a different order
-MARGIN = 10.0  # allowed difference, as a multiple of the difference between undisturbed runs
+ROUNDING = 1e-5  # relative difference of losses due to a different order of summation
+MARGIN = 10.0  # allowed difference, as a multiple of the difference between the undisturbed runs
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
-    """Return the first step whose loss differs between the runs by more than rounding errors explain, or None.
+    """Return the first step at which the losses differ by more than rounding errors explain, or None.
 
-    Training amplifies rounding errors. The allowed difference at each step therefore depends on `control`, an
-    undisturbed run with a different number of ranks. Without `control`, losses must be bitwise equal.
+    Training amplifies rounding errors. Therefore, the allowed difference at each step depends on `control`, an
+    undisturbed run with another number of ranks. Without `control`, losses must be bitwise equal.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -122,14 +122,14 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
     """Parse kinds of faults, such as "two,again"; raise ValueError for unknown or impossible kinds."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
-        raise ValueError(f"unknown kind of fault {unknown[0]!r}: choose from {', '.join(ACTIONS)}")
+        raise ValueError(f"unknown fault {unknown[0]!r}: choose from {', '.join(ACTIONS)}")
     kinds = tuple(kind for kind in ACTIONS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
-        raise ValueError("a fault of kind checkpoint waits for a checkpoint: set checkpoint_every")
+        raise ValueError("fault 'checkpoint' waits for a checkpoint: set checkpoint_every")
     if "switch" in kinds and (not config.replans or config.elastic.dry_run):
-        raise ValueError("a fault of kind switch waits for a new plan: set elastic.replan, without dry_run")
+        raise ValueError("fault 'switch' waits for a new plan: set elastic.replan, without elastic.dry_run")
     if "preempt" in kinds and config.ranks < 2 * MACHINES:
-        raise ValueError(f"ranks is {config.ranks}: a fault of kind preempt needs {MACHINES} machines of 2 ranks each")
+        raise ValueError(f"ranks is {config.ranks}: fault 'preempt' needs {MACHINES} machines of 2 ranks each")
     least = max(map(least_ranks, kinds), default=0)
     if config.ranks < least:
         raise ValueError(f"ranks is {config.ranks}: set at least {least}, so that a rank survives these faults")
@@ -188,13 +188,13 @@ def run(
 
 @dataclass
 class Patience:
-    """Distinguishes a run that hangs from a run that starts slowly."""
+    """Detects a run that hangs; the first step may take longer."""
 
     moved: float
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run must be ended, or ""; `step` is the last logged step, or 0."""
+        """Return why the run must be killed, or ""; `step` is the last logged step, or 0."""
         if step != self.step:
             self.step = step
             self.moved = now

@@ -1,4 +1,4 @@
-"""Fault injection from outside a run: the kinds of faults, and the moments at which they happen."""
+"""Fault injection from outside a run: kinds of faults, and when they are injected."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hydragraph.train.chaos.machines import Machines, all_stats, stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
-GIVEN_UP_S = 30.0  # seconds within which the other ranks must end a stopped rank
+GIVEN_UP_S = 30.0  # maximum seconds until the other ranks end a stopped rank
 _MOMENT_S = 60.0  # maximum wait for the moment at which a fault is injected
 _JOINED_S = 300.0  # maximum wait for a new machine, which compiles before it joins
 _SLOW_S = 1.0
-_PAUSE_S = 3.0  # shorter than the time that ranks wait for a stopped rank
+_PAUSE_S = 3.0  # less than ranks wait for a stopped rank
 _PERIOD_S = 0.1
-_STOPPED = 0.6  # fraction of each period for which a slowed rank is stopped
+_STOPPED = 0.6  # fraction of each period during which a slowed rank is stopped
 _LEFT_S = 20.0
 _LOOK_S = 0.005
 
@@ -32,8 +32,8 @@ class Victim:
     """A run that receives faults, observed through its files and /proc.
 
     Attributes:
-        depth: process levels from the launcher to its ranks; torchrun adds one level.
-        machines: machines of the run, the launcher's machine first; None: only this machine.
+        depth: 1, or 2 if the launcher is torchrun, which adds a level of processes.
+        machines: machines of the run, starting with the launcher's; None: only this machine.
     """
 
     folder: RunFolder
@@ -66,7 +66,7 @@ class Victim:
         return []
 
     def children(self) -> list[int]:
-        """Return the processes started for ranks, the newest last."""
+        """Return the processes that were started for ranks, newest last."""
         pids = self._below(self.depth + 1)
         self.pids.update(pids)
         if self.machines is not None:
@@ -101,7 +101,7 @@ class Victim:
         return False
 
     def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Wait until a condition holds, the run ends, or the limit passes; return whether it holds."""
+        """Wait until a condition holds, the run ends, or the limit passes; return whether the condition holds."""
         end = time.monotonic() + limit_s
         while self.alive and time.monotonic() < end:
             if what():
@@ -164,7 +164,7 @@ def _slow(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _join(run: Victim, target: int, chance: random.Random) -> None:
-    """Ask a rank to leave, and report that its device is available again."""
+    """Ask a rank to leave, then report that its device is available again."""
     send(target, signal.SIGTERM)
     ended(target, _LEFT_S)
     send(run.supervisor, signal.SIGUSR1)
@@ -203,7 +203,7 @@ def _all(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _again(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, and one or two more during the recovery."""
+    """Kill a rank, and one or two other ranks during the recovery."""
     _end(target)
     for _ in range(chance.randint(1, 2)):
         time.sleep(chance.uniform(0, 1.0))
@@ -211,7 +211,7 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, then its replacement or another rank when the replacement is about to join or has just joined."""
+    """Kill a rank; when its replacement is about to join or has just joined, kill the replacement or another rank."""
     children_before = set(run.children())
     joined = len(run.happened("join"))
     _end(target)
@@ -243,7 +243,7 @@ def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _switch(run: Victim, target: int, chance: random.Random) -> None:
-    """Slow a rank until the run switches strategies or moves state; kill a rank during this change."""
+    """Slow a rank until the run switches strategies or moves state, and kill a rank during this change."""
     before = len(run.happened("switch", "migrate"))
     end = time.monotonic() + _MOMENT_S
     while len(run.happened("switch", "migrate")) == before and time.monotonic() < end and lives(target):
@@ -290,5 +290,4 @@ ACTIONS: Mapping[str, Action] = {strike.__name__.removeprefix("_"): strike for s
 
 
 def least_ranks(kind: str) -> int:
-    """Return the fewest ranks with which a fault of this kind leaves a survivor; for `all`, which leaves none, 2."""
     return 3 if kind == "two" else 2

@@ -1,4 +1,4 @@
 """Handling of slow and lost devices during a run (Malleus, section 6).
 
-Process groups and moves of state belong to `engine/`, not to this package.
+`engine/` implements process groups and moves of state.
 """

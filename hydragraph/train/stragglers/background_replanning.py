@@ -1,4 +1,4 @@
-"""Replanning for slow ranks in a separate process during training."""
+"""Planning for slow ranks during training, in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # after this, the best plan so far is used
+DEADLINE_S = 20.0  # then, a search returns its best plan so far
 ATTEMPTS = 2  # attempts per question, because the system may kill the process
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the remaining ranks"
@@ -37,9 +37,9 @@ class ReplanQuestion:
     """Inputs of a search for a plan.
 
     Attributes:
-        profile, cluster, home: profile, cluster and home of the run; they describe healthy ranks.
-        deadline_s: time limit of the search; None: no limit, for a deterministic result.
-        at_once: whether to answer quickly, with an estimate on one mini-batch.
+        profile, cluster, home: the run's values, for healthy ranks.
+        deadline_s: time limit of the search, or None for a deterministic result without limit.
+        at_once: whether to answer quickly, from an estimate on one mini-batch.
     """
 
     profile: Profile
@@ -61,10 +61,10 @@ class Replanned:
     """Answer to a ReplanQuestion.
 
     Attributes:
-        static: index of the strategy to use for all mini-batches; None: choose a strategy for every mini-batch.
-        before_s: expected mean seconds of a step with the running plan.
-        after_s: the same, with the plan in the answer.
-        refused: reason why the answer has no strategies, or "".
+        static: index of the strategy for all mini-batches; None: a strategy is chosen for each mini-batch.
+        before_s: expected mean step time of the running plan, in seconds.
+        after_s: expected mean step time of the plan in the answer, in seconds.
+        refused: if there are no strategies, the reason; else "".
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -89,7 +89,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
-    """Search for strategies; the running strategies are also candidates."""
+    """Search for strategies; the running ones are also candidates."""
     began = time.perf_counter()
     costs = costs or costs_of(question)
     replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
@@ -123,7 +123,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     from hydragraph.spec.training_workload import Workload
 
     try:
-        # If no rank is slow, the question was asked because the costs have changed.
+        # If no rank is slow, the costs have changed.
         several = len(question.cluster.types) > 1 or not question.health.rates
         planned = plan(
             costs,
@@ -194,7 +194,7 @@ class Replanner:
             self._process = _started()
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Send a question to the planning process; if the process ends, send the question again."""
+        """Send a question to the planning process; if the process dies, restart it once."""
         assert not self.busy, "one question at a time"
         self._answer = None
         self.start()
@@ -202,7 +202,7 @@ class Replanner:
         self._thread.start()
 
     def answer(self) -> Replanned | None:
-        """Return the answer and clear it; return None if the answer has not arrived."""
+        """Return the answer once; return None if it has not arrived."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
@@ -217,7 +217,7 @@ class Replanner:
         while (process := self._process) is not None:
             process.kill()
             if self._thread is not None:
-                self._thread.join()  # the thread must not read from a closed pipe
+                self._thread.join()  # before the pipes that the thread reads are closed
             if self._process is process:
                 self._end(process)
 
@@ -225,7 +225,7 @@ class Replanner:
         for _ in range(ATTEMPTS):
             process = self._process = self._process or _started()
             if self._closing:
-                return  # `close` stops the process
+                return  # `close` ends the process
             try:
                 pickle.dump(question, cast(IO[bytes], process.stdin))
                 cast(IO[bytes], process.stdin).flush()

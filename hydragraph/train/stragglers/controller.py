@@ -1,13 +1,13 @@
-"""Straggler controller, on one rank: decides when to plan again for slow ranks, and whether to switch plans.
+"""Straggler controller, which runs on one rank and decides when to plan again, and whether to switch plans.
 
     a rate changes     -> request a quick plan from another process, while training continues
     steps take longer or shorter than expected (`expected_seconds`)
-                       -> correct the costs by the measured seconds of blocks, and request the best plan
-    an answer arrives  -> switch if the gain until the end of the run exceeds the cost: the new strategies are prepared
-                          during training, then all ranks switch to them
+                       -> correct the costs by the measured times of blocks, and request the best plan
+    an answer arrives  -> if the gain until the end of the run exceeds the cost, prepare the new strategies during
+                          training, then switch all ranks to them
                        -> after a quick plan, request the best plan, which takes longer, and decide again
 
-The expected step time of a new plan is scaled by the running plan's ratio of measured to expected time.
+The expected step time of a new plan is multiplied by the running plan's ratio of measured to expected time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8  # number of recent mini-batches for which plans are made
-GAIN = 0.05  # minimum fraction of a step's time that a switch must save
+LAST = 8  # number of recent mini-batches to plan for
+GAIN = 0.05  # minimum fraction of the step time that a switch must save
 COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
-COST_S = 2.0  # assumed cost of a switch until a switch is measured
+COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        costs: costs for healthy ranks, with the run's home (the owners of the state).
-        switch: changes the strategies on all ranks; None: a dry run.
-        refused: returns why ranks did not switch, or "" if they switched.
+        costs: costs of healthy ranks, with the run's home (the owners of the state).
+        switch: changes the strategies on all ranks; None for a dry run.
+        refused: returns why the ranks did not switch, or "" if they did.
         sample: sequence lengths to plan for until enough mini-batches have run.
         hurried: whether the initial strategies were planned quickly, so that a search for better ones follows.
     """
@@ -73,12 +73,12 @@ class _Coming:
 
 
 class Controller:
-    """Decides after every step whether to plan again, to switch plans, or to move state.
+    """Decides after each step whether to plan again, switch plans, or move state.
 
     Args:
-        monitor: None: the speed of ranks is not measured.
-        replanning: needs a monitor; None: the strategies never change.
-        following: None: the state never moves.
+        monitor: if None, the speed of ranks is not measured.
+        replanning: if None, the strategies never change; needs a monitor.
+        following: if None, the state never moves.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Controller:
         self._planned_for = Health()
         self._asked_for = Health()
         self._asked_at = 0
-        self._at_once = False  # the last question was for a quick answer
-        self._corrected = False  # costs have changed since the last question
+        self._at_once = False  # whether the last question was for a quick answer
+        self._corrected = False  # whether costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # the switch that is being prepared, or was made in this step
+        self._coming: _Coming | None = None  # switch that is being prepared, or was made in this step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -123,7 +123,7 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """Measured slowdowns of ranks, increased for ranks that delay others."""
+        """Slowdowns of ranks: the measured ones, increased for ranks that delay others."""
         return self._measured if self._replanning is None else self._lateness.planned(self._measured)
 
     @property
@@ -132,14 +132,14 @@ class Controller:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """Slow ranks, with the learned rates of ranks that delayed others."""
+        """Slow ranks, with the rates learned for ranks that delayed others."""
         learned = {} if self._replanning is None else self._lateness.learned
         measured = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
         return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
-        """Plan again with measured block times; return whether the run replans."""
+        """Plan again with measured block times; return whether the run replans at all."""
         if self._replanning is None or self.monitor is None:
             return False
         costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
@@ -179,7 +179,7 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        # A decision needs a measured step time.
+        # Decide only after a step time has been measured.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
@@ -207,7 +207,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Make the planning process load its modules before they are needed."""
+        """Ask a first question, so that the planning process loads its modules early."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()
@@ -219,7 +219,7 @@ class Controller:
         if replanning.planner.busy:
             return
         if health != self._asked_for and self._may_switch(step, health):
-            self._at_once = replanning.switch is not None  # a dry run waits for the best plan
+            self._at_once = replanning.switch is not None  # a dry run requests the best plan immediately
         elif health == self._asked_for and (self._at_once or self._corrected):
             self._at_once = self._corrected = False
         else:
@@ -264,7 +264,7 @@ class Controller:
         pays = left * (now_s - after_s) > self._cost_s
         what = _text(answer.chosen)
         if saved < GAIN or not pays:
-            other = f"with {what} {terms}" if what != _text(given.strategies) else "it is still the fastest"
+            other = f"with {what}, {terms}" if what != _text(given.strategies) else "it is still the fastest"
             why = f"no switch from {_text(given.strategies)}: {other}; {planned}"
             return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # minimum number of steps with a plan before the comparison
-LEAST = 5  # minimum number of comparable steps
-MATTERS = 1.2  # ratio of the longer to the shorter time above which another plan is requested
+STEPS = 20  # minimum number of steps before the comparison
+LEAST = 5  # minimum number of steps that are compared
+MATTERS = 1.2  # if the times differ by more than this factor, another plan is requested
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares median expected and measured step times once per plan, ignoring the slow first step of each strategy."""
+    """Compares median expected and measured step times once per plan, without the slow first step of each strategy."""
 
     def __init__(self) -> None:
         self.restart()

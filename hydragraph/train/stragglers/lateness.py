@@ -1,13 +1,13 @@
-"""The cost of a slow rank beyond its rate, measured by how long other ranks wait for its pipelines.
+"""Corrections to the rates of slow ranks, learned from how long other ranks wait for their pipelines.
 
-A rate scales only the time of blocks, but a slow rank also packs and sends slowly:
+A rate scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
 
-    late     the shortest time that a rank of a pipeline without slow ranks waits for gradients, as a fraction of the
-             rest of its step, minus the usual fraction when all ranks are healthy
-    planned  slow ranks of a late pipeline are planned with their rates multiplied by 1 + AHEAD * late
+    late     how long ranks in pipelines without slow ranks wait for gradients, as a fraction of the rest of the step
+             (the minimum over these ranks), minus the usual fraction when all ranks are healthy
+    planned  rate that plans assume for slow ranks of a late pipeline: the previous rate times 1 + AHEAD * late
 
-AHEAD exceeds 1, because fixed costs do not shrink with a pipeline's share of tokens. A correction that makes steps
-longer is reverted, and no other correction is tried at these rates.
+AHEAD exceeds 1, because fixed costs do not shrink if a pipeline gets fewer tokens. A correction that makes steps longer
+is reverted, and no further correction is tried until the rates change.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.straggler_state import Learned
 
 AHEAD = 2.0
-MATTERS = 0.05  # minimum lateness that counts
-LOOK = 4  # steps over which lateness is measured
-USUAL = 8  # number of steps without slow ranks; their median wait is the usual wait
+MATTERS = 0.05  # minimum lateness that is corrected
+LOOK = 4  # number of steps over which lateness is measured
+USUAL = 8  # number of steps without slow ranks whose median wait is the usual wait
 
 
 class Lateness:
-    """Learns the planned rates of slow ranks from finished steps, on the leading rank.
+    """Learns from finished steps which rates plans should assume for slow ranks.
 
     Args:
-        switched: whether the running plan was made for the current rates.
+        switched: whether the running plan is for the current rates.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, Learned] | None = None) -> None:
@@ -44,7 +44,7 @@ class Lateness:
         self._open = switched
         # Step time and rates before the last correction.
         self._before: tuple[float, dict[int, Learned]] | None = None
-        self._ended = False  # the last correction did not help
+        self._ended = False  # whether the last correction did not help
         self._rates = Health()
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
@@ -54,7 +54,7 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, Learned]:
-        """Learned rates by rank, excluding a correction that is still on trial."""
+        """Learned rates by rank, without a correction that is still being tested."""
         return dict(self._learned if self._before is None else self._before[1])
 
     def planned(self, health: Health) -> Health:
@@ -112,7 +112,7 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
-        """Restart the observation if the rates have changed."""
+        """Discard the recorded steps if the rates have changed."""
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
@@ -148,7 +148,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # A pipeline that also waited did not delay the others.
+    # A slow pipeline that waited itself did not delay the others.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

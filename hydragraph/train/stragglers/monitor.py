@@ -1,12 +1,12 @@
-"""Straggler monitor, which computes the rates (slowdowns) of ranks from their measured seconds.
+"""Straggler monitor, which computes the rates (slowdowns) of ranks from measured times.
 
-On a shared CPU, the slowdown has two factors, computed from how long threads ran and how long they were queued for a
-core (`runtime.thread_times`):
+On a shared CPU, the slowdown has two factors. They are computed from how long threads ran and how long they waited for
+a core (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        slowdown of the device (stopped, throttled)     contention for its core
 
-A rank's rate is the product of the two factors, which are estimated separately because the second is noisy.
+A rank's rate is the product of both factors. They are estimated separately, because the second is noisy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import Slow
 
-CROWDED = 4.0  # threshold for contention, in standard deviations; contention comes in bursts
+CROWDED = 4.0  # threshold for contention, in standard deviations; high, because contention comes in bursts
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Measures the slowdowns of all ranks, on one rank; `costs` are the costs of healthy ranks.
+    """Measures the slowdowns of all ranks, on one rank. `costs` are for healthy ranks.
 
     Attributes:
-        corrections: ratio of measured to predicted seconds of blocks, by rank.
+        corrections: for each rank, the ratio of measured to predicted times of blocks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Monitor:
         return self._device.scatter, self._core.scatter
 
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
-        """Record one training iteration; return changed rates.
+        """Record one training iteration; return the rates that changed.
 
         Raises:
             Unsupported: the costs are for another model.
@@ -109,9 +109,9 @@ class Monitor:
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
-            if whole > 0:  # forward and backward are timed together
+            if whole > 0:  # forward and backward passes are timed together
                 self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Idle ranks are included, because their cores would otherwise be judged by old values.
+        # Idle ranks are included; otherwise, their old rates would remain.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)

@@ -1,19 +1,21 @@
 """Estimation of ranks' slowdowns from noisy measurements.
 
-Each iteration gives measured and predicted seconds for every rank and kind of work (blocks of one template, in one kind
-of stage, on one type of device). Three unknowns explain the ratio of measured to predicted seconds:
+Each iteration yields measured and predicted times for every rank and kind of work (blocks of one template, in one kind
+of stage, on one type of device). Three unknowns explain their ratio:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
-- factor: the error of the cost model for a kind of work; the median over iterations and over ranks that are not slow.
-- common: a slowdown that all ranks share, such as that of a busy machine; the lower median over ranks.
-- rate: the remaining slowdown of a rank. A rank becomes a straggler when NEEDED of its last OF iterations are above
-  `enter`, and above CERTAIN times the scatter of healthy ranks. If this multiple exceeds the square of `enter`, twice
-  as many iterations must agree. A straggler becomes healthy when the same number of iterations is below `leave`.
-- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. For normal
-  errors, both equal the standard deviation; the percentile also detects bursts.
+- factor: the error of the cost model for a kind of work; estimated as the median over iterations and healthy ranks.
+- common: a slowdown of all ranks, as on a busy machine; estimated as the lower median over ranks.
+- rate: the remaining slowdown of a rank. A rank becomes a straggler when its slowdown exceeds both `enter` and CERTAIN
+  times the scatter of healthy ranks in NEEDED of the last OF iterations. NEEDED and OF are doubled if that multiple of
+  the scatter exceeds the square of `enter`. A straggler becomes healthy when its slowdown is below `leave` in as many
+  iterations.
+- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both equal
+  the standard deviation if errors are normally distributed; the percentile also detects bursts.
 
-If a rank has less than LITTLE of the busiest rank's work, its rate can only fall, because unpredicted costs dominate.
+While a rank has less than LITTLE of the busiest rank's work, its rate can only fall, because unpredicted costs
+dominate.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # minimum number of iterations to calibrate a kind of work
-WINDOW = 32  # iterations for medians
+CALIBRATION = 5  # minimum number of iterations for the factor of a kind of work
+WINDOW = 32  # number of iterations in medians
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 CHANGE = 1.25  # minimum reported change of a straggler's rate, as a factor
-PARTIAL = 0.85  # if the first slow iteration is below this fraction of later ones, it was only partly slow
+PARTIAL = 0.85  # ignore the first slow iteration if its slowdown is below this fraction of the later ones
 LITTLE = 0.1
-SHARED = 0.5  # minimum fraction of a rank's predicted seconds that calibrated kinds of work cover
+SHARED = 0.5  # calibrated kinds of work must cover at least this fraction of a rank's predicted time
 
 _T = TypeVar("_T")
 
@@ -57,7 +59,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a rank's rate; a rate of 1 is healthy."""
+    """A change of a rank's rate; healthy ranks have rate 1."""
 
     rank: int
     before: float
@@ -82,10 +84,10 @@ class _Samples:
 
 
 class Estimator:
-    """Rates of ranks, updated after each iteration.
+    """Estimates the rates of ranks after each iteration.
 
     Args:
-        certain: threshold for stragglers, in standard deviations of healthy ranks' residuals.
+        certain: threshold for stragglers, as a multiple of the scatter of healthy ranks.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Estimator:
         self._held = dict(held or {})
         self._kinds: dict[Kind, _Samples] = {}
         self._residuals: dict[int, deque[float]] = {}  # logarithms, by rank
-        self._recent: deque[Mapping[int, float]] = deque()  # last residuals of all ranks
+        self._recent: deque[Mapping[int, float]] = deque()  # residuals of the last iterations, by rank
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)
 
     @property
@@ -112,7 +114,7 @@ class Estimator:
         for residuals in self._healthy:
             for rank, value in residuals.items():
                 by_rank.setdefault(rank, []).append(value)
-        # Relative to each rank's median: a constantly slow rank adds no noise.
+        # Relative to each rank's median, so that a constantly slow rank adds no noise.
         middles = {rank: median(values) for rank, values in by_rank.items()}
         deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
         if len(deviations) < 3:
@@ -120,7 +122,7 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return a copy for renumbered ranks; `numbers` maps old numbers of remaining ranks to new numbers."""
+        """Return a copy for renumbered ranks; `numbers` maps the old numbers of remaining ranks to the new ones."""
 
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
@@ -134,10 +136,10 @@ class Estimator:
         return estimator
 
     def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
-        """Record one iteration; return changed rates.
+        """Record one iteration; return the rates that changed.
 
         Args:
-            idle: slowdown of a probe relative to a healthy device, for ranks that did not compute.
+            idle: slowdown of ranks that did not compute, measured by a probe.
         """
         rank_seconds = self._known(work)
         logs = {rank: math.log(measured / expected) for rank, (measured, expected) in rank_seconds.items()}
@@ -147,7 +149,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # A rank that was found slow in the meantime adds no noise.
+            # Leave out ranks that were found slow in the meantime.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
@@ -169,7 +171,7 @@ class Estimator:
         return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # A straggler's wrong rate must not make others look slow.
+        # A straggler's wrong rate must not make other ranks look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or stragglers) if logs else 0.0
@@ -194,7 +196,7 @@ class Estimator:
                 self._kind(kind).logs.append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return the log slowdown of ranks that are much slower than others at the same kinds of work.
+        """Return the log slowdown of each rank that is much slower than others at the same kinds of work.
 
         This is the first sweep of a median polish (Tukey, 1977). It distinguishes errors of the cost model from ranks
         that are slow from the beginning.
@@ -215,13 +217,13 @@ class Estimator:
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
         every.append(residual)
         if len(self._healthy) < NEEDED:
-            return None  # the noise is not known yet
+            return None  # the scatter is not known yet
         before = self._held.get(rank, 1.0)
         noise = self._certain * self.scatter
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
-        # A straggler that keeps its rate must not count as healthy.
+        # A straggler whose rate has not changed must not count as healthy.
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)

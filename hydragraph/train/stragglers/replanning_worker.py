@@ -1,4 +1,4 @@
-"""The replanning process, which reads questions from stdin and writes answers to stdout."""
+"""The planning process, which reads questions from stdin and writes answers to stdout."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
         try:
             costs = costs_of(question, costs)
             answer = replan(question, costs)
-        except Exception as error:  # training continues and reports the error
+        except Exception as error:  # training continues, and reports this error
             answer = Replanned(refused=f"{type(error).__name__}: {error}")
         pickle.dump(answer, target)
         target.flush()
 
 
 if __name__ == "__main__":
-    # A signal reaches the whole process group, but training may still finish a step, which needs this process.
+    # A signal reaches the whole process group, but training may still need this process to finish a step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
     output = sys.stdout
-    # Libraries must not print between the answers.
+    # Output of libraries must not mix with the answers.
     sys.stdout = sys.stderr
     serve(sys.stdin.buffer, output.buffer)

@@ -1,13 +1,13 @@
-"""Choice of the state's home (its owners) by the ranks' speed and memory, and moves of the state in bounded stages.
+"""Choice of the state's home (the owners) by the ranks' speed and memory, and moves of the state in bounded stages.
 
-Every owner sums the gradients of its share of the state and updates this share after the last push. A step ends when
-the slowest owner is done:
+Each owner sums the gradients of its share of the state, and updates the share after the last push. A step ends when the
+slowest owner is done:
 
     seconds(shares) = max over ranks of  slowdown x share x (seconds that a healthy device takes for the whole state)
 
-The maximum is smallest if shares are proportional to 1 / slowdown, within the limits of memory. A very slow rank should
-own no state, because owners exchange messages for every bucket. The cost of a move is the time to send the
-gradients of the moved elements to the rank that receives the most (`hydragraph.engine.live_reshard`).
+The maximum is smallest if shares are proportional to 1 / slowdown, as far as memory allows. A very slow rank should own
+no state, because each owner exchanges messages for every bucket. The cost of a move is the time to send gradients of
+the moved elements to the rank that receives the most elements (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
-GAIN = 1.2  # required gain of a move, as a multiple of its cost
+GAIN = 1.2  # minimum gain of a move, as a multiple of the cost
 GRADIENT_BYTES = 4
-ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise does not change them
-TIGHT = 1.01  # required memory, as a multiple of the memory for unrounded shares
+ROUNDED = 100  # shares are rounded to 1/100 of the largest share, so that noise does not change them
+TIGHT = 1.01  # memory for rounded shares, as a multiple of the memory for exact shares
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class StateCosts:
     Attributes:
         update_s: seconds that a healthy device takes to update the whole state.
         bytes_per_element: bytes of weight and optimizer state that a move sends per element (12 with Adam).
-        free_bytes: memory available for state, by rank; None: unlimited.
-        held_bytes: memory per element, including gradient and messages; None: `bytes_per_element`.
-        messages_s: seconds that a healthy owner takes for the messages of a step.
+        free_bytes: memory for state on each rank; None: unlimited.
+        held_bytes: memory that an owner needs per element, with gradient and messages; None: `bytes_per_element`.
+        messages_s: seconds that a healthy owner takes for a step's messages.
     """
 
     update_s: float
@@ -58,10 +58,11 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A home that is worth moving the state to.
+    """A new home that is worth the move.
 
     Attributes:
-        before_s, after_s: seconds that the slowest owner takes per step, before and after the move.
+        before_s: seconds that the slowest owner takes per step before the move.
+        after_s: seconds that the slowest owner takes per step after the move.
     """
 
     home: Home
@@ -83,15 +84,15 @@ def rehoming(
     """Return a home to move to if the move pays off within `steps`, else None.
 
     Args:
-        running: the current home; if it has copies, its `nodes` are set.
-        buckets: buckets of the state. The new home has no shares for single buckets unless `question` assigns them.
-        question: if given, the home that `choose_home` returns is also considered, and steps' messages also count.
+        running: the current home, with `nodes` set if there are copies.
+        buckets: buckets of the state. Without `question`, all buckets have the same shares in the new home.
+        question: if given, the result of `choose_home` is also a candidate, and the time of exchanges counts.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
     """
     if any(rank < ranks for rank in health.lost):
-        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: continue the run without these ranks first")
+        raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: first continue the run without these ranks")
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
     if question is not None:
         homes.append(replace(choose_home(question), nodes=running.nodes))
@@ -114,14 +115,14 @@ def rehoming(
         waited = "the state is placed for strategies that no longer run"
     cause = waited if fits else "a rank has too little memory for its share"
     why = (
-        f"{cause}: the slowest owner will take {after:.4f} s instead of {before:.4f} s per step, and the move takes "
-        f"{moving:.2f} s; {steps} steps remain"
+        f"{cause}: the slowest owner will take {after:.4f} s instead of {before:.4f} s per step in {steps} remaining "
+        f"steps, and the move takes {moving:.2f} s"
     )
     return Rehoming(home, before, after, moving, why)
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Reduce the available memory, so that a bucket's old and new parts fit together during a move."""
+    """Reduce the available memory, so that a bucket's old and new shards both fit during a move."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
@@ -133,7 +134,7 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return homes that use all ranks, all except the slowest rank, all except the two slowest, ..."""
+    """Return a home with all ranks as owners, one without the slowest rank, one without the two slowest, ..."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
@@ -143,7 +144,7 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
-            for rounded in (True, False):  # exact shares may fit where rounded ones do not
+            for rounded in (True, False):  # exact shares may fit even if rounded shares do not
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
                 homes.append(Home(shares, running.copies, nodes=running.nodes))
         except ValueError:
@@ -161,10 +162,10 @@ def best_shares(
     without: Collection[int] = (),
     rounded: bool = True,
 ) -> tuple[float, ...]:
-    """Return the share of each rank, proportional to its speed within the limits of its memory; the largest is 1.
+    """Return each rank's share, proportional to its speed as far as its memory allows; the largest share is 1.
 
     Args:
-        elements: number of elements of the state, including copies.
+        elements: number of elements in the state, including copies.
 
     Raises:
         ValueError: the ranks do not have enough memory.
@@ -177,12 +178,12 @@ def best_shares(
     if room.sum() < 1:
         need = elements * costs.held_per_element
         raise ValueError(
-            f"rehoming: the state takes {need / 1e9:.2f} GB, but ranks have {room.sum() * need / 1e9:.2f} GB in all: "
+            f"rehoming: the state takes {need / 1e9:.2f} GB, but the ranks have {room.sum() * need / 1e9:.2f} GB: "
             "use more ranks, or fewer copies"
         )
     share = np.zeros(ranks)
     full = room <= 0
-    while not np.isclose(share.sum(), 1):  # each iteration but the last fills a rank's memory
+    while not np.isclose(share.sum(), 1):  # each iteration except the last fills a rank's memory
         by_speed = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
         over = ~full & (by_speed > room)
         share = np.where(over, room, np.where(full, share, 0 if over.any() else by_speed))
@@ -205,9 +206,9 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move; in a stage, a rank receives at most `elements`, or one bucket.
+    """Yield the home after each stage of a move; in a stage, a rank receives one bucket or at most `elements`.
 
-    If copies or nodes differ, the only stage is the new home.
+    If copies or nodes differ, the move has a single stage.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new
@@ -228,7 +229,7 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Return whether all ranks have memory for their current shares plus their new parts in every stage of a move."""
+    """Return whether, in every stage of a move, all ranks have memory for their current shards plus the new ones."""
     if costs.free_bytes is None:
         return True
     for old, new in pairwise(way):

@@ -1,7 +1,7 @@
-"""Resharding policy of the leading rank: a slow rank owns less state if the move pays off.
+"""Resharding policy of the leading rank: it moves state away from slow ranks if the move pays off.
 
-State moves in parts. A rank receives a part within the fraction BESIDE of a step, so that training waits only for the
-gradients of the part (`Executable.rehome`).
+State moves in parts. A rank receives a part in at most the fraction BESIDE of a step's time, so that training waits
+only for the part's gradients (`Executable.rehome`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5
 COOLDOWN = 6  # minimum number of steps between two decisions
-MIX = 16  # number of recent steps whose strategies are considered
-CHANGED = 0.25  # fraction of recent steps whose strategy must change before a home is chosen again
+MIX = 16  # number of recent steps in the mix of strategies
+CHANGED = 0.25  # minimum change of the mix of recent strategies, as a fraction, for which a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -40,11 +40,11 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Set the memory for the state in the costs to what strategies and messages leave free.
+    """Return `state` with `free_bytes` set to the memory that strategies and messages leave free.
 
     Args:
         tokens: number of tokens in the largest mini-batch.
-        owned: number of elements that each rank owns now; they always fit.
+        owned: number of elements that each rank owns now, which always fit.
     """
     beside = [0.0] * costs.ranks
     for strategy in strategies:
@@ -59,11 +59,11 @@ def with_room(
 
 @dataclass(eq=False)
 class Following:
-    """Decides which ranks own the state, and in which parts the state moves.
+    """Decides which ranks own the state, and divides moves of the state into parts.
 
     Attributes:
-        memory: costs that include the memory of ranks; None: memory is not limited.
-        rule: how the running strategies determine the owners; needs `memory`. None: they have no effect.
+        memory: costs that include the ranks' memory; None: memory is unlimited.
+        rule: how the running strategies determine the owners; needs `memory`. None: strategies have no effect.
     """
 
     home: Home
@@ -85,7 +85,7 @@ class Following:
 
     @property
     def next(self) -> Home | None:
-        """Home to move to in the next step; None: no move is due, or a part is already moving."""
+        """Home to move to in the next step, or None if no move is due or a part is moving already."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property
@@ -94,7 +94,7 @@ class Following:
 
     @property
     def moving(self) -> bool:
-        """Whether more parts will move after the part that is moving now."""
+        """Whether parts have yet to move, not counting the part that is moving now."""
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
@@ -106,7 +106,7 @@ class Following:
         """Decide after a step whether to move state; return the decision to move, if any.
 
         Args:
-            strategies: the strategy that ran, then other strategies that may run.
+            strategies: the strategy of this step, then other strategies that may be used.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:

@@ -1,4 +1,4 @@
-"""Events and decisions about the ranks of a run, as lines of `events.jsonl`.
+"""Events of a run's ranks and decisions about them, as lines of `events.jsonl`.
 
 {"time": "2026-11-22T20:31:07+00:00", "step": 41, "event": "straggler", "ranks": [2], "seconds": 0.0,
  "why": "rank 2 takes 2.57 times as long as its peers", "rates": {"2": 2.57}}
@@ -15,21 +15,21 @@ from typing import Literal
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
-# Titles of events, in the order in which pictures show them.
+# Titles of events, in the order of the loss picture.
 TITLES: Mapping[Name, str] = {
     "fault": "rank lost",
     "leave": "rank left",
     "join": "rank joined",
-    "resumed": "went on",
+    "resumed": "resumed",
     "straggler": "slow rank",
     "recovered": "fast again",
-    "replan": "planned anew",
+    "replan": "replanned",
     "switch": "strategy switched",
     "migrate": "state moved",
     "saved": "saved",
 }
 
-# Text in the reason of a "resumed" event in which state was lost.
+# Part of the reason of a "resumed" event if state was lost.
 STATE_LOST = "state was lost"
 
 
@@ -43,12 +43,12 @@ class RunEvent:
 
     Attributes:
         step: last step before the event.
-        seconds: for `resumed`, time from a failure until training continued; for `saved`, time that training waited;
+        seconds: for `resumed`, time from the failure until training continued; for `saved`, time that training waited;
             for `switch`, expected cost.
-        before_s: expected seconds of a step without the decision.
-        after_s: the same, with the decision.
-        lost_steps: steps that were undone because state was lost.
-        read_bytes: bytes read from checkpoint pieces, by place: memory, disk and store.
+        before_s: expected step time without the decision, in seconds.
+        after_s: expected step time with the decision, in seconds.
+        lost_steps: number of steps that were undone because state was lost.
+        read_bytes: bytes of checkpoint pieces read from each place (memory, disk and store).
     """
 
     step: int
@@ -96,7 +96,9 @@ def append_event(path: Path, event: RunEvent) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (line, "path:number") for each line of a file except a truncated last line; a missing file has none."""
+    """Yield (line, "path:number") for each line of a file except a truncated last line; yield nothing for a missing
+    file.
+    """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):
@@ -104,7 +106,7 @@ def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Read a file of events; a ValueError names a line that cannot be read."""
+    """Read an events file; if a line cannot be read, a ValueError names the line."""
     return [_parse(line, place) for line, place in complete_lines(path)]
 
 

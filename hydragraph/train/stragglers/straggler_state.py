@@ -1,21 +1,21 @@
-"""State of a slow rank, which the next leading rank can read."""
+"""State of a slow rank, which can be passed to the next leading rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SAME = 1.6  # factor up to which rates count as equal
+SAME = 1.6  # rates count as equal if they differ by at most this factor
 
 
 class Learned(NamedTuple):
-    """A rank's measured rate, and the rate that plans use for the rank."""
+    """A rank's measured rate (`known`), and the rate that plans assume instead (`planned`)."""
 
     known: float
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether a measured rate is roughly between `known` and `planned`, so that `planned` applies."""
+        """Return whether `planned` applies to a measured rate: the rate is roughly between `known` and `planned`."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
@@ -24,9 +24,9 @@ class Slow:
     """A slow rank.
 
     Attributes:
-        device: slowdown of the device without contention.
-        core: further slowdown by other processes on the same core.
-        learned: rates learned because other ranks waited for this rank, if any.
+        device: slowdown of the device, without contention for the core.
+        core: additional slowdown due to other processes on the same core.
+        learned: rates that were learned because other ranks waited for this rank, if any.
     """
 
     device: float = 1.0

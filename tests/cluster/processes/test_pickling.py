@@ -30,8 +30,9 @@ class Mine(Own):
 
 def prepare():
     torch.manual_seed(0)
-    model = Mine()
-    return model, hg.capture(model)
+    model = Mine(layers=1)
+    program = hg.capture(model, check="off")
+    return model, hg.precompile(program, [hg.Strategy.parse("<tp1,pp1>", 1)]).program
 
 steps = 2
 

@@ -41,7 +41,7 @@ def test_link_of_a_push_and_a_pull() -> None:
     assert "pull: home -> <tp2,pp1>" in result.stdout
     assert "simulated" in result.stdout
     assert "measured" not in result.stdout
-    assert "weights are pulled in bfloat16, and gradients are pushed in fp32" in result.stdout
+    assert "Weights are pulled in bfloat16, and gradients are pushed in fp32" in result.stdout
 
 
 @pytest.mark.parametrize(

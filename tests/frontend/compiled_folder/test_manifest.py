@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hydragraph.frontend.compiled_folder.load import load
 from hydragraph.frontend.compiled_folder.manifest import NAME, Refused, read_file, read_manifest
-from tests.frontend.compiled_folder.folders import resign, written
+from tests.frontend.compiled_folder.folders import resign, written_for_one_rank
 from tests.models import captured
 
 
@@ -26,8 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     (folder / "strategies").mkdir()
     (folder / "strategies" / "rank_0.txt").write_text("rank 0 of 1\n")
-    program, model = captured("llama")
-    written(folder, model, program, "<[0]x2>", ranks=1)
+    written_for_one_rank(folder)
     return folder
 
 

@@ -90,7 +90,7 @@ def test_what_is_read_is_what_was_traced(family: str, tmp_path: Path) -> None:
 
 def test_what_a_folder_lacks_is_compiled_from_its_program_as_from_the_model(tmp_path: Path) -> None:
     program, model = captured("llama")
-    written(tmp_path, model, program, "<[0]x2>")
+    written(tmp_path, model, program)
     part = StageKind(2, True).parts()[1]
     one = Variants(program, added=True).get(program.blocks[1], part)
     again = load(tmp_path).program

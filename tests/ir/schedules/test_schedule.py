@@ -71,7 +71,7 @@ def test_halves_of_backwards() -> None:
     assert [split.in_flight(s) for s in (0, 1)] == [3, 2]
     with pytest.raises(ValueError, match=r"stage 0: W2 is missing"):
         Schedule.parse(SPLIT.replace("W1 W2\nstage 1", "W1\nstage 1")).check(ONE)
-    with pytest.raises(ValueError, match=r"stage 1, cell \d+: B0 is doubled"):
+    with pytest.raises(ValueError, match=r"stage 1, cell \d+: B0 occurs twice"):
         Schedule.parse(SPLIT + " B0").check(ONE)
 
 
@@ -93,7 +93,7 @@ def test_a_cell_that_is_doubled_is_named(kind: str, shape: Shape, data: st.DataO
     row = schedule.actions[stage]
     at = data.draw(st.integers(0, len(row) - 1))
     rows = (*schedule.actions[:stage], (*row, row[at]), *schedule.actions[stage + 1 :])
-    with pytest.raises(ValueError, match=rf"stage {stage}, cell {at}: {row[at]} is doubled"):
+    with pytest.raises(ValueError, match=rf"stage {stage}, cell {at}: {row[at]} occurs twice"):
         replace(schedule, actions=rows).check(shape)
 
 

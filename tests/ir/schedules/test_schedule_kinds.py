@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hydragraph.ir.schedules.schedule import Shape, Work
 from hydragraph.ir.schedules.schedule_kinds import KINDS, in_flight, most_in_flight, schedule_of
+from hydragraph.spec.schedule_names import SCHEDULES
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.strategy_text import SCHEDULES
 from tests.ir.schedules.examples import shapes
 
 

@@ -50,7 +50,7 @@ def test_the_example_of_the_module() -> None:
 
 
 @given(pipelines(), st.lists(st.integers(0, 2000), max_size=40), st.sampled_from([None, 0.0]))
-@settings(max_examples=200)
+@settings(max_examples=max(80, settings.default.max_examples // 5))
 def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list[int], deadline: float | None) -> None:
     check(kinds, sizes, assign_pipelines(kinds, sizes, deadline))
 
@@ -108,7 +108,7 @@ def test_a_long_sequence_with_a_window_leaves_room_for_others() -> None:
 
 
 @given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=30), st.integers(0, 3))
-@settings(max_examples=60)
+@settings(max_examples=max(25, settings.default.max_examples // 16))
 def test_promises_hold_of_uneven_stages_links_and_tables(
     kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int
 ) -> None:

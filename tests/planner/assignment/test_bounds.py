@@ -80,7 +80,7 @@ def test_of_three_sequences_two_share_one_of_two_pipelines() -> None:
 
 
 @given(uneven(pipelines(most=3)), st.lists(st.integers(1, 2000), min_size=1, max_size=25), st.floats(0, 1))
-@settings(max_examples=60)
+@settings(max_examples=max(25, settings.default.max_examples // 16))
 def test_no_plan_beats_the_bound_of_the_schedule_at_any_prices(
     kinds: tuple[PipelineCost, ...], sizes: list[int], tilt: float
 ) -> None:

@@ -14,7 +14,7 @@ from tests.cost import priced
 from tests.planner.test_micro_batch_sizes import STRATEGIES
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=max(10, settings.default.max_examples // 50), deadline=None)
 @given(
     st.sampled_from((*STRATEGIES, "<tp1,pp4>", "<tp2,pp2>", "<[0]x2,[1]x4> + <[2]x4,[3]x2>")),
     st.integers(1, 60),

@@ -133,7 +133,7 @@ def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPa
 
 
 def _answer(planner: Replanner) -> Replanned:
-    planner.ask(question(Health()))
+    planner.ask(replace(question(Health()), at_once=True))
     assert planner._thread is not None
     planner._thread.join()
     answer = planner.answer()
@@ -160,7 +160,7 @@ def test_who_plans_ends_with_a_question_under_way() -> None:
 def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays() -> None:
     planner = Replanner()
     try:
-        planner.ask(question(Health({1: 5.42})))
+        planner.ask(replace(question(Health({1: 5.42})), at_once=True))
         planner.forget()
         until = time.monotonic() + 300
         while planner.busy and time.monotonic() < until:

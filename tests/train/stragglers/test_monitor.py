@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ STRATEGY = hg.Strategy.parse("<[0]x1,[1]x1> + <[2]x2>", layers=LAYERS)
 PROGRAM = hg.capture(llama(layers=LAYERS))
 
 
+@functools.cache
 def costs(ranks: int = 4) -> Costs:
     cluster = default_cluster(ranks)
     return Costs(datasheet(PROGRAM, cluster), cluster)

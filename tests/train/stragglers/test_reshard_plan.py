@@ -76,7 +76,7 @@ def test_memory_counts_before_speed() -> None:
     assert (found.home.copies, found.home.nodes) == (2, (0, 1, 2))
     layouts = HomeLayouts(found.home, 3)
     assert sum(layouts.of(bucket).local_size(2) for bucket in BUCKETS) <= WHOLE * 0.25 + 8 * len(BUCKETS)
-    with pytest.raises(ValueError, match=r"the state takes .* GB, but ranks have .* GB in all"):
+    with pytest.raises(ValueError, match=r"the state takes .* GB, but the ranks have .* GB"):
         rehoming(home, 3, BUCKETS, Health(), StateCosts(0.4, 12, 1e6, [1e4] * 3), 100)
     with pytest.raises(ValueError, match=r"ranks \[2\] are lost"):
         rehoming(home, 3, BUCKETS, Health({2: math.inf}), COSTS, 100)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# If the output is not a terminal, lines are _OFTEN_S seconds apart at first, and _SELDOM_S after _SETTLED_S.
+# If the output is not a terminal, print a line every _OFTEN_S seconds, and after _SETTLED_S, every _SELDOM_S.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
 # Seconds before the remaining time is estimated.
 _TELLING_S = 5.0
@@ -38,8 +38,8 @@ class Screen:
         self._steps = 0
         self._began = clock()
         self._printed = clock()
-        self._first: tuple[int, float] | None = None  # first step of this session, and its time
-        self._part = (0.0, clock())  # fraction done by earlier sessions, and start time
+        self._first: tuple[int, float] | None = None  # this session's first step, and the time of its end
+        self._part = (0.0, clock())  # fraction that earlier sessions finished, and start time
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -52,7 +52,7 @@ class Screen:
         self._hearing.close()
 
     def doing(self, what: str, done: int = 0, of: int = 0) -> None:
-        """Show an activity before training, or an activity that delays a step."""
+        """Show an activity that precedes training or delays a step."""
         if self._steps:
             self._describe(what)
         else:
@@ -107,7 +107,7 @@ class Screen:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
 
     def _left(self, step: int, now: float) -> str:
-        """Return the remaining time, estimated without the session's first step, which includes compilation."""
+        """Estimate the remaining time, ignoring the session's first step, which includes compilation."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
         seconds_per_step = (now - self._first[1]) / (step - self._first[0])

@@ -1,0 +1,11 @@
+"""Names of the pipeline schedules. Their instruction orders are built in `ir/schedules`."""
+
+from __future__ import annotations
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+DEFAULT_SCHEDULE = SCHEDULES[0]  # omitted in texts
+
+
+def planned_schedules(backend: str) -> tuple[str, ...]:
+    """Return the schedules that the planner tries: zb-h1 only without Inductor, which cannot split backward graphs."""
+    return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
