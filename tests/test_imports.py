@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_statements import import_statements
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hydragraph"
 MAP = (ROOT / "docs" / "map.md").read_text()
@@ -26,10 +28,10 @@ def imports() -> dict[str, set[str]]:
     names = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 
     def imported(module: str) -> Iterator[str]:
-        for node in ast.walk(ast.parse(names[module].read_text())):
+        for node in import_statements(names[module]):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in names)
-            elif isinstance(node, ast.ImportFrom) and node.module in names:
+            elif node.module in names:
                 inside = (f"{node.module}.{alias.name}" for alias in node.names)
                 yield from (each if each in names else str(node.module) for each in inside)
 
@@ -110,6 +112,6 @@ def test_every_file_that_the_map_names_exists() -> None:
 )
 def test_some_houses_never_see_some_modules(house_: str, never: str, why: str) -> None:
     for path in (PACKAGE / house_).rglob("*.py"):
-        names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
-        names |= {a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names}
+        names = {n.module or "" for n in import_statements(path) if isinstance(n, ast.ImportFrom)}
+        names |= {a.name for n in import_statements(path) if isinstance(n, ast.Import) for a in n.names}
         assert not any(f"{name}.".startswith(f"{never}.") for name in names), f"{path} imports {never}: {why}"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,40 @@ def test_a_run_that_is_asked_to_stop_saves_and_its_curve_goes_on(
     assert curve(tmp_path / "cut") == undisturbed
 
 
-@pytest.mark.parametrize(
-    "torchrun", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["launch", "torchrun"]
-)
-def test_a_killed_rank_is_restarted_and_the_curve_is_the_same(
+def test_a_rank_that_is_killed_is_restarted_and_the_curve_is_the_same(
+    undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The command runs in this process, which is started already, and a thread kills the rank."""
+    config = configured(tmp_path / "cut", asynchronous=True)
+    killed_at: list[int] = []
+    ended = threading.Event()
+
+    def kill() -> None:
+        while not begun(tmp_path / "cut"):
+            if ended.wait(0.005):
+                return
+        killed_at.append(len(curve(tmp_path / "cut")))
+        os.kill(ranks(os.getpid(), torchrun=False)[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        result = run("train", config, "--max-restarts", "1")
+    finally:
+        ended.set()
+        killer.join()
+    assert result.exit_code == 0, result.output
+    assert killed_at, "no rank was killed"
+    assert killed_at[0] < STEPS - 10, "too late to disturb it"
+    assert "continuing from" in result.stderr
+    assert "step-000000" in result.stderr
+    assert curve(tmp_path / "cut") == undisturbed
+    assert len(undisturbed) == STEPS
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("torchrun", [False, True], ids=["launch", "torchrun"])
+def test_a_killed_rank_of_a_command_is_restarted(
     torchrun: bool, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     command = [*TORCHRUN, "-m", "hydragraph.cli"] if torchrun else LOCAL
@@ -149,4 +180,3 @@ def test_a_killed_rank_is_restarted_and_the_curve_is_the_same(
         assert "continuing from" in errors
         assert "step-000000" in errors
     assert curve(tmp_path / "cut") == undisturbed
-    assert len(undisturbed) == STEPS

@@ -18,7 +18,7 @@ from tests.thorough import first, thorough
 LAYERS = 4
 LENGTHS = [20, 7, 33, 1, 12, 5]  # one of them has no target
 MODELS = {
-    "llama": partial(llama, layers=LAYERS, heads=12, kv=2),
+    "llama": partial(llama, layers=LAYERS),
     "tied gpt2": partial(gpt2, layers=LAYERS, heads=12),
 }
 STRATEGIES = [
@@ -30,7 +30,13 @@ STRATEGIES = [
     "<[3]x1,[0,1]x2s,[2]x1r> zb-h1",
 ]
 
-TRIED = {"llama": [STRATEGIES[0], STRATEGIES[3], STRATEGIES[5]], "tied gpt2": STRATEGIES}
+TRIED = {
+    "llama": [
+        "<[0,1]x3s,[2]x1r> + <[3]x4>",  # different degrees and depths
+        "<[2]x1,[3,1]x3sr> zb-h1",  # an idle rank, sequence parallelism to the end
+    ],
+    "tied gpt2": STRATEGIES,
+}
 
 
 def batch() -> list[Tensor | dict[str, Tensor]]:
@@ -41,7 +47,7 @@ def batch() -> list[Tensor | dict[str, Tensor]]:
 
 
 def ready(model: str) -> Ready:
-    return Ready.of(MODELS[model](), TRIED[model])
+    return Ready.of(MODELS[model](), TRIED[model]).with_scores(False, True)
 
 
 def scores(prepared: Ready, strategies: list[str]) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[float]]:

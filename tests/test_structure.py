@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -16,46 +16,65 @@ VAGUE = {"found", "given", "known", "wanted", "held", "taken", "made", "told", "
 VAGUE_SHARE = 0.01  # of local names
 
 
+@dataclass
+class Contents:
+    """What the modules of the package contain.
+
+    Attributes:
+        files, functions: lengths in lines.
+        classes: name -> the files that define it.
+        assigned: names that are assigned to.
+        assignments: how many there are; packed: how many of them assign several values.
+    """
+
+    files: dict[str, int] = field(default_factory=dict)
+    functions: dict[str, int] = field(default_factory=dict)
+    classes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    assigned: Counter[str] = field(default_factory=Counter)
+    assignments: int = 0
+    packed: int = 0
+
+    def add(self, path: str, node: ast.AST) -> None:
+        match node:
+            case ast.Name(ctx=ast.Store()):
+                self.assigned[node.id] += 1
+            case ast.Assign():
+                self.assignments += 1
+                self.packed += isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.functions[f"{path}:{node.name}"] = (node.end_lineno or node.lineno) - node.lineno + 1
+            case ast.ClassDef():
+                self.classes[node.name].append(path)
+
+
 @cache
-def trees() -> dict[str, ast.Module]:
-    """Return every module of the package, by its path."""
-    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def nodes() -> Iterator[tuple[str, ast.AST]]:
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            yield path, node
+def contents() -> Contents:
+    """Read every module once, and keep none of the trees: they would slow down all that the process does later."""
+    found = Contents()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name, source = str(path.relative_to(PACKAGE)), path.read_text()
+        found.files[name] = len(source.splitlines())
+        for node in ast.walk(ast.parse(source)):
+            found.add(name, node)
+    return found
 
 
 def test_functions_fit_a_screen() -> None:
-    lengths = {
-        f"{path}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for path, node in nodes()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert {name: length for name, length in lengths.items() if length > FUNCTION_LINES} == {}
+    assert {name: length for name, length in contents().functions.items() if length > FUNCTION_LINES} == {}
 
 
 def test_files_hold_one_idea() -> None:
-    lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in trees()}
-    assert {path: length for path, length in lengths.items() if length > FILE_LINES} == {}
+    assert {path: length for path, length in contents().files.items() if length > FILE_LINES} == {}
 
 
 def test_a_class_name_means_one_thing() -> None:
-    places = defaultdict(list)
-    for path, node in nodes():
-        if isinstance(node, ast.ClassDef):
-            places[node.name].append(path)
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    assert {name: paths for name, paths in contents().classes.items() if len(paths) > 1} == {}
 
 
 def test_assignments_are_not_packed() -> None:
-    targets = [(node.targets[0], node.value) for _, node in nodes() if isinstance(node, ast.Assign)]
-    packed = [pair for pair in targets if all(isinstance(side, ast.Tuple) for side in pair)]
-    assert len(packed) <= PACKED * len(targets)
+    assert contents().packed <= PACKED * contents().assignments
 
 
 def test_names_say_what_they_hold() -> None:
-    names = [node.id for _, node in nodes() if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    assert sum(name in VAGUE for name in names) <= VAGUE_SHARE * len(names)
+    names = contents().assigned
+    assert sum(names[name] for name in VAGUE) <= VAGUE_SHARE * names.total()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.ir.program import Program
 from tests import reference
 from tests.adapted import LAYERS, MODELS
 from tests.models import sequences
@@ -153,9 +154,15 @@ def test_alone_in_16_bits(name: str, backend: str) -> None:
     exe.close()
 
 
-def test_nothing_to_train_is_refused() -> None:
+@cache
+def untrained() -> tuple[nn.Module, Program]:
+    """Return a model of which nothing is trained, with its program."""
     model = MODELS["norms alone"]().requires_grad_(False)
-    program, strategy = hg.capture(model), hg.Strategy.parse("<tp1,pp1>", LAYERS)
+    return model, hg.capture(model)
+
+
+def test_nothing_to_train_is_refused() -> None:
+    (model, program), strategy = untrained(), hg.Strategy.parse("<tp1,pp1>", LAYERS)
     assert not any(p.trainable for p in program.parameters.values())
     with pytest.raises(hg.Unsupported, match="no parameter gets a gradient"):
         hg.compile(model, strategy, sgd, program=program, device="cpu").close()
@@ -166,6 +173,6 @@ def test_nothing_to_train_is_refused() -> None:
 
 
 def test_a_program_captured_with_other_parameters_frozen_is_refused() -> None:
-    program = hg.capture(MODELS["norms alone"]())
+    _, program = untrained()
     with pytest.raises(ValueError, match="captured from a model other than this"):
         hg.compile(MODELS["frozen embedding"](), hg.Strategy.parse("<tp1,pp1>", LAYERS), program=program, device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -32,8 +33,10 @@ from tests.runtime.homes import (
     trained,
     whole,
 )
+from tests.thorough import thorough
 
-COUNTS = [1, 2, 3, 4]
+COUNTS = [1, 3, 4]
+ALL_COUNTS = [1, 2, 3, 4]
 
 
 def save_all(folder: Path) -> list[tuple[Snapshot, Snapshot]]:
@@ -90,8 +93,10 @@ def fail_together(folder: Path) -> list[tuple[str, str]]:
     return outcomes
 
 
-def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int], Any], list[tuple[str, str]]]:
-    """Save with 1, 2, 3 and 4 ranks, load each with 1, 2, 3 and 4, and fail with 4.
+def save_and_load_all(
+    root: Path, counts: list[int]
+) -> tuple[dict[int, Any], dict[tuple[int, int], Any], list[tuple[str, str]]]:
+    """Save with some numbers of ranks, load each with each of these numbers, and fail with the largest.
 
     All in the same processes, with one process group after another, because starting them anew takes seconds each.
     """
@@ -99,7 +104,7 @@ def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int],
     meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     written, read = {}, {}
     for saving in (True, False):
-        for ranks in COUNTS:
+        for ranks in counts:
             dist.barrier()
             dist.destroy_process_group()
             if rank < ranks:
@@ -107,11 +112,11 @@ def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int],
                 dist.init_process_group("gloo", store=prefix, rank=rank, world_size=ranks)
                 if saving:
                     written[ranks] = save_all(root / str(ranks))
-                for n in () if saving else COUNTS:
+                for n in () if saving else counts:
                     read[n, ranks] = load_all(root / str(n))
                 dist.destroy_process_group()
             prefix = dist.PrefixStore(f"after {ranks} {saving}", meeting)
-            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=COUNTS[-1])
+            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=counts[-1])
     return written, read, fail_together(root / "errors")
 
 
@@ -135,19 +140,38 @@ class Results:
         return [by_kind[list(KINDS).index(kind)][0] for by_kind in self.written[ranks]]
 
 
+def results_of(root: Path, counts: list[int]) -> Results:
+    by_rank = launch(save_and_load_all, counts[-1], root, counts)
+    written = {n: [written[n] for written, _, _ in by_rank[:n]] for n in counts}
+    read = {(n, m): [read[n, m] for _, read, _ in by_rank[:m]] for n in counts for m in counts}
+    return Results(root, written, read, [errors for _, _, errors in by_rank])
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    root = tmp_path_factory.mktemp("saved")
-    by_rank = launch(save_and_load_all, COUNTS[-1], root)
-    written = {n: [written[n] for written, _, _ in by_rank[:n]] for n in COUNTS}
-    read = {(n, m): [read[n, m] for _, read, _ in by_rank[:m]] for n in COUNTS for m in COUNTS}
-    return Results(root, written, read, [errors for _, _, errors in by_rank])
+    return results_of(tmp_path_factory.mktemp("saved"), COUNTS)
+
+
+@pytest.fixture(scope="module")
+def all_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of(tmp_path_factory.mktemp("all"), ALL_COUNTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", COUNTS)
 @pytest.mark.parametrize("n", COUNTS)
 def test_any_number_of_ranks_loads_what_any_other_saved(n: int, m: int, kind: str, results: Results) -> None:
+    check_loaded(n, m, kind, results)
+
+
+@thorough
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "m"), [pair for pair in product(ALL_COUNTS, ALL_COUNTS) if 2 in pair])
+def test_two_ranks_load_what_any_number_saved_and_the_reverse(n: int, m: int, kind: str, all_results: Results) -> None:
+    check_loaded(n, m, kind, all_results)
+
+
+def check_loaded(n: int, m: int, kind: str, results: Results) -> None:
     saved = results.saved(n, kind)
     read = [by_kind[list(KINDS).index(kind)] for by_kind in results.read[n, m]]
     expected, found = whole(saved), whole([before for before, _, _ in read])
@@ -164,6 +188,16 @@ def test_any_number_of_ranks_loads_what_any_other_saved(n: int, m: int, kind: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_the_same_ranks_resume_bit_for_bit(ranks: int, kind: str, results: Results) -> None:
+    check_resumed(ranks, kind, results)
+
+
+@thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_resume_bit_for_bit(kind: str, all_results: Results) -> None:
+    check_resumed(2, kind, all_results)
+
+
+def check_resumed(ranks: int, kind: str, results: Results) -> None:
     index = list(KINDS).index(kind)
     for written, read in zip(results.written[ranks], results.read[ranks, ranks], strict=True):
         straight, resumed = written[index][1], read[index][1]
@@ -188,6 +222,16 @@ def test_the_cases_are_what_they_claim(results: Results) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_plain_dcp_reads_natural_tensors(ranks: int, results: Results) -> None:
+    check_plain(ranks, results)
+
+
+@thorough
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_dcp_reads_natural_tensors_of_two_ranks(all_results: Results) -> None:
+    check_plain(2, all_results)
+
+
+def check_plain(ranks: int, results: Results) -> None:
     folder, expected = results.root / str(ranks) / "adamw", whole(results.saved(ranks, "adamw"))
     found = {key: torch.zeros(tensor.shape) for key, tensor in expected.items()}
     dcp.load(found, checkpoint_id=folder, no_dist=True)

@@ -33,15 +33,25 @@ from tests.data.written import write_tokens
 from tests.planner.examples import ENTRY, PROFILE, lengths
 
 SIZES = lengths(400, 0, 6000)
-LAYERS = 4
+LAYERS = 2
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "constants.json").write_text(json.dumps({"profiles": [ENTRY]}))
-    (tmp_path / "lengths.txt").write_text("\n".join(map(str, SIZES)) + "\n")
-    PROFILE.save(tmp_path / "profile.json")
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, as itself and as an entry of constants, and with lengths."""
+    where = tmp_path_factory.mktemp("even")
+    (where / "constants.json").write_text(json.dumps({"profiles": [ENTRY]}))
+    (where / "lengths.txt").write_text("\n".join(map(str, SIZES)) + "\n")
+    PROFILE.save(where / "profile.json")
+    return where
+
+
+@pytest.fixture(scope="module")
+def planned(folder: Path) -> str:
+    """What is printed of the profile's plan."""
+    result = plan(folder)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def plan(folder: Path, *more: object, profile: str = "profile.json", data: str = "lengths.txt") -> Result:
@@ -49,20 +59,18 @@ def plan(folder: Path, *more: object, profile: str = "profile.json", data: str =
     return CliRunner().invoke(cli.app, ["plan", *given, "--tokens", "20000", "--iterations", "1", *map(str, more)])
 
 
-def test_text_json_and_picture_agree(folder: Path) -> None:
-    text = plan(folder)
-    assert text.exit_code == 0, text.output
-    assert "best for all mini-batches: " in text.stdout
+def test_text_json_and_picture_agree(folder: Path, planned: str) -> None:
+    assert "best for all mini-batches: " in planned
     found = plan(folder, "--json", "--picture", folder / "plan.png")
     assert found.exit_code == 0, found.output
     record = json.loads(found.stdout)
-    assert f"best for all mini-batches: {record['candidates'][0]['text']}, " in text.stdout
+    assert f"best for all mini-batches: {record['candidates'][0]['text']}, " in planned
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.glob("*.partial"))
 
 
-def test_an_entry_of_constants_is_the_same_profile(folder: Path) -> None:
-    assert plan(folder, profile="constants.json#made up").stdout == plan(folder).stdout
+def test_an_entry_of_constants_is_the_same_profile(folder: Path, planned: str) -> None:
+    assert plan(folder, profile="constants.json#made up").stdout == planned
 
 
 def test_explain_shows_all_candidates(folder: Path) -> None:
@@ -268,7 +276,7 @@ def test_a_budget_chooses_the_nodes_to_rent(uneven: Path) -> None:
         assert why in result.stderr
 
 
-def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) -> None:
+def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--output", "model.yaml")
     assert told.exit_code == 0, told.output
     assert "not measured: datasheet of fast at up to 65% of 1000 TFLOP/s" in told.stdout
@@ -283,6 +291,7 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) ->
     assert config.ranks == 4
     # The run assigns sequences by the costs of these devices, and all commands predict the same.
     assert (config.plan.choose, config.plan.cluster) == (True, str(uneven / "apart.yaml"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # this time no other process compiles from the other end
     record = json.loads(plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--json").stdout)
     (checked,) = json.loads(run("check", uneven / "config.yaml", *options, "--json").stdout)["strategies"]
     assert checked["seconds"] == pytest.approx(record["seconds"])
@@ -307,7 +316,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "empty.yaml", *TYPES, *SOME), "empty.yaml: devices is empty"),
         (("--cluster", "unknown.yaml", *TYPES, *SOME), "nodes[1]: unknown device type 'odd': use fast, slow"),
         (("--cluster", "cluster.yaml", *TYPES[:2], *SOME), "device type 'slow' was not measured"),
-        (("--cluster", "cluster.yaml", "--profile", "typeless.json", *SOME), "does not name its type of device"),
+        (("--cluster", "cluster.yaml", "--profile", "typeless.json", *SOME), "does not name its device type"),
         (("--cluster", "cluster.yaml", *SOME), "--cluster needs --model"),
         (("--cluster", "cluster.yaml", *TYPES), "the workload is missing: give"),
         (("--cluster", "cluster.yaml", *TYPES, "--length", "64"), "the workload is missing: give"),

@@ -162,17 +162,19 @@ def test_later_attempts_of_a_torchrun_job_know_what_the_first_one_found(
 
 @pytest.mark.parametrize("options", [["--rdzv-backend", "c10d"], ["--rdzv_backend=c10d"]])
 def test_a_torchrun_that_would_end_all_machines_is_refused_with_a_store(
-    options: list[str], trained: tuple[Path, Result], tmp_path: Path
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = trained
-    settings = ["--set", "elastic={copies: 2}", "--set", "ranks=2", "--store", "etcd://127.0.0.1"]
-    train = [sys.executable, "-m", "hydragraph.cli", "train", str(folder / "config.yaml"), *settings]
-    (tmp_path / "run.py").write_text(f"import subprocess; raise SystemExit(subprocess.run({train}).returncode)")
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
-    started = [sys.executable, str(tmp_path / "run.py"), *options]
-    done = subprocess.run(started, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "torchrun --rdzv-backend c10d ends the run on all machines when one is lost: use the static" in done.stderr
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = ["--set", "elastic={copies: 2}", "--set", "ranks=2", "--store", "etcd://127.0.0.1"]
+    with subprocess.Popen([sys.executable, "-c", "input()", *options], stdin=subprocess.PIPE) as started:
+        monkeypatch.setattr(os, "getppid", lambda: started.pid)
+        result = run("train", write(tmp_path), *settings)
+        started.communicate(b"\n")
+    assert result.exit_code == 2
+    said = "torchrun --rdzv-backend c10d ends the run on all machines when one is lost: use the static"
+    assert said in result.stderr
 
 
 def test_how_long_a_process_has_been_running() -> None:

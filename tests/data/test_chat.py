@@ -158,7 +158,7 @@ def test_token_ids_are_taken_as_they_are() -> None:
     encode = DocumentEncoder(TOKENIZER, END).encode
     found = encode(TokenIds((1, 2), (False, True)), "here")
     assert (found.ids, found.targets) == ([1, 2], [False, True])
-    with pytest.raises(ValueError, match=r"here: the id 9999 is not one of the tokenizer's \(0 to \d+\)"):
+    with pytest.raises(ValueError, match=r"here: the tokenizer has no id 9999, only 0 to \d+:"):
         encode(TokenIds((9999,)), "here")
 
 
@@ -226,21 +226,21 @@ def test_tools_are_offered_and_called() -> None:
 @pytest.mark.parametrize(
     ("said", "template", "sentence"),
     [
-        (TURNS[:1], PLAIN, "here: no message of the assistant .*only of system.*remove the conversation"),
-        (TURNS[:2], MARKED, "here: no message of the assistant .*only of system, user"),
+        (TURNS[:1], PLAIN, "here: no assistant message .*only system.*remove the conversation"),
+        (TURNS[:2], MARKED, "here: no assistant message .*only system, user"),
         (
             TURNS,
             "{{ raise_exception('roles!') }}",
-            r"here: the chat template refuses it \(roles!\)",
+            r"here: the chat template rejects the conversation \(roles!\)",
         ),
-        (TURNS, "{% if %}", "here: the chat template refuses it"),
+        (TURNS, "{% if %}", "here: the chat template rejects the conversation"),
         (TURNS, "{% generation %}{% endgeneration %}x", "here: the chat template marks no text"),
     ],
 )
 def test_what_cannot_be_learned_from_is_told(said: list[dict[str, Any]], template: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         DocumentEncoder(TOKENIZER, END, ChatTemplate(template)).encode(chat(said), "here")
-    with pytest.raises(ValueError, match=r"here is a conversation, .* set data.chat_template to chatml"):
+    with pytest.raises(ValueError, match=r"here is a conversation, .* set data.chat_template to 'chatml'"):
         DocumentEncoder(TOKENIZER, END).encode(chat(said), "here")
 
 

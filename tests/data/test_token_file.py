@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +24,17 @@ TOKENIZER = train_bpe(SOURCES, 600)
 END = TOKENIZER.token_to_id("<|endoftext|>")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "new" / "corpus.tokens"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written") / "new" / "corpus.tokens"
     write_tokens(path, SOURCES, TOKENIZER)
     return path
+
+
+@pytest.fixture
+def path(written: Path, tmp_path: Path) -> Path:
+    """A copy of the file, which may be damaged."""
+    return Path(shutil.copy(written, tmp_path))
 
 
 def test_real_text_round_trips(path: Path) -> None:

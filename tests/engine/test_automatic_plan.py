@@ -23,11 +23,11 @@ from hydragraph.cluster.rendezvous.member import comes_late, here
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.engine import automatic_plan
+from hydragraph.engine import automatic_plan, profile_cache
 from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from tests.models import llama, sequences
+from tests.models import captured, llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
 
@@ -87,10 +87,10 @@ def pretended(
     return Profile.merge([replace(each, others=(), efficiency=None) for each in (profile, *profile.others)])
 
 
-def on_ranks(prepared: Ready, cache: str) -> tuple[Trained, ...]:
-    os.environ["XDG_CACHE_HOME"] = cache
+def on_ranks(prepared: Ready, cache: Path) -> tuple[Trained, ...]:
     cheap: dict[str, Any] = {"LEAST_TOKENS": 128, "ATTEMPTS": ((1, 3),), "ASSUMED": (4, 64)}  # times decide nothing
-    with mock.patch.multiple(automatic_plan, **cheap):
+    profiles = mock.patch.object(profile_cache, "folder", return_value=cache)  # graphs may come from other tests
+    with profiles, mock.patch.multiple(automatic_plan, **cheap):
         return _on_ranks(prepared)
 
 
@@ -106,13 +106,14 @@ def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Trained, ...]]:
-    cache = str(tmp_path_factory.mktemp("cache"))
+    cache = tmp_path_factory.mktemp("profiles")
     return hg.launch(on_ranks, 2, cache, timeout=timedelta(minutes=15), prepare=ready)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    exe = hg.compile(llama(layers=2), "<tp1,pp1>", sgd, device="cpu", check="off")
+    program, model = captured("llama")
+    exe = hg.compile(model, "<tp1,pp1>", sgd, device="cpu", program=program)
     losses = tuple(exe.step(sequences(LENGTHS[0])).loss for _ in range(2))
     exe.close()
     return losses
@@ -191,12 +192,13 @@ def test_a_device_of_a_new_type_that_joins_is_measured(speed: float, alone: tupl
 
 
 def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:
+    program, model = captured("llama")
     with (
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}),
         mock.patch.multiple(automatic_plan, ASSUMED=(4, 64), measure=pretended),
         mock.patch(REPORTS, return_value=1000.0),
     ):
-        exe = hg.compile(llama(layers=2), "auto", device="cpu", check="off")
+        exe = hg.compile(model, "auto", device="cpu", program=program)
     assert exe.explanation[-1] == "no lengths were given: planned for 4 sequences of 64 tokens"
     exe.close()
 
@@ -218,10 +220,11 @@ def test_a_device_too_small_for_any_layer_is_refused_with_a_remedy(tmp_path: Pat
         devices = tuple(replace(device, memory_bytes=200_000) for device in found.cluster.devices)
         return replace(found, cluster=replace(found.cluster, devices=devices))
 
+    program, model = captured("llama")
     with (
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}),
         mock.patch.object(automatic_plan, "discover", small),
         mock.patch.object(automatic_plan, "measure", pretended),
         pytest.raises(hg.Unsupported, match=r"nothing fits.*add devices"),
     ):
-        hg.compile(llama(layers=2), "auto", device="cpu", check="off", lengths=LENGTHS)
+        hg.compile(model, "auto", device="cpu", program=program, lengths=LENGTHS)

@@ -17,30 +17,26 @@ from hydragraph.errors import Unsupported
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.strategy import Strategy
-from tests.models import llama, sequences
+from tests.models import captured, llama, sequences
+from tests.ready import Ready
 from tests.thorough import first, thorough
 
 LAYERS = 2
 RUNNING = hg.Strategy.parse("2*<tp1,pp1>", layers=LAYERS)
+ONE = hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)
 OTHER = hg.Strategy.parse("<tp2,pp1>", layers=LAYERS)
 STEPS = 600
 AFTER = 3  # steps of the new strategy
 
 
-def trained(model: Any, refused: bool) -> list[str]:
+def trained(prepared: Ready, refused: bool) -> list[str]:
     """Train until ranks have switched, perhaps after one refused switch; they must not compile upcoming variants."""
-    exe = hg.compile(
-        model,
-        [RUNNING, hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)],
-        lambda named: torch.optim.SGD(named, lr=1e-2),
-        device="cpu",
-        policy=Policy(workers=0),
-    )
+    exe = prepared.executable([RUNNING, ONE], lambda named: torch.optim.SGD(named, lr=1e-2), policy=Policy(workers=0))
     names: list[str] = []
 
     def step() -> str:
         names.append(exe.step(sequences([20, 13, 7], seed=len(names) % 5)).strategy)
-        time.sleep(0.25)  # for the process that gives way to ranks
+        time.sleep(0.5)  # for the process that gives way to ranks
         assert len(names) < STEPS
         return names[-1]
 
@@ -80,7 +76,8 @@ def refuse(*_: object) -> Any:
 
 @pytest.mark.parametrize("refused", first([False], [False, True]))
 def test_ranks_switch_when_all_is_ready_and_to_nothing_that_cannot_be_run(refused: bool) -> None:
-    one, other = hg.launch(trained, 2, llama(layers=LAYERS), refused)
+    prepared = Ready.of(llama(layers=LAYERS), [str(RUNNING), str(ONE)])
+    one, other = hg.launch(trained, 2, prepared, refused)
     assert one == other
 
 
@@ -97,7 +94,7 @@ class Refusing:
 
 
 def variants() -> Variants:
-    return Variants(hg.capture(llama(layers=LAYERS)))
+    return Variants(captured("llama")[0])
 
 
 def test_what_a_check_refuses_is_not_handed_on() -> None:

@@ -17,7 +17,7 @@ from tests.ready import Ready
 from tests.thorough import thorough
 
 TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
-LAYERS = 3
+LAYERS = 2
 # made up so that short mini-batches prefer many pipelines, and long sequences fit two devices only
 PROFILE = Profile(
     "made up",
@@ -33,18 +33,19 @@ def mini_batches() -> list[list[Tensor]]:
     return [[torch.randint(0, 97, (n,), generator=generator) for n in each] for each in sizes]
 
 
-def ready() -> Ready:
+@pytest.fixture(scope="module")
+def prepared() -> Ready:
     return Ready.of(models.llama(layers=LAYERS, vocab=97), TEXTS)
 
 
 def trained_in_all_ways(prepared: Ready) -> dict[str, list[tuple[float, str]]]:
-    return {how: trained(prepared, how) for how in ("alone", "ahead", "auto")}
+    return {how: trained(prepared, how) for how in ("ahead", "auto")}
 
 
 def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
     layers = {"layers": LAYERS}
     candidates = [hg.Strategy.parse(t, **layers) for t in TEXTS]
-    given = {"alone": hg.Strategy.parse("<tp1,pp1>", **layers), "auto": "auto"}.get(how, candidates)
+    given = {"alone": "<tp1,pp1>", "auto": "auto"}.get(how, candidates)
     planning = {"profile": PROFILE, "lengths": [[len(s) for s in b] for b in mini_batches()]} if how == "auto" else {}
     executable = prepared.executable(
         given,  # type: ignore[arg-type]
@@ -98,25 +99,30 @@ def planning_processes(prepared: Ready) -> list[int]:
 
 
 @thorough
-def test_the_process_that_plans_stays_where_strategies_and_ranks_change() -> None:
-    first, *others = hg.launch(planning_processes, 4, prepare=ready)
+def test_the_process_that_plans_stays_where_strategies_and_ranks_change(prepared: Ready) -> None:
+    first, *others = hg.launch(planning_processes, 4, prepared)
     assert others == [[]] * 3
     assert len(first) == 3
     assert len(set(first)) == 1
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, list[tuple[float, str]]]]:
-    return hg.launch(trained_in_all_ways, 4, prepare=ready)
+def ranks(prepared: Ready) -> list[dict[str, list[tuple[float, str]]]]:
+    return hg.launch(trained_in_all_ways, 4, prepared)
+
+
+@pytest.fixture(scope="module")
+def alone(prepared: Ready) -> list[tuple[float, str]]:
+    return trained(prepared, "alone")
 
 
 @pytest.mark.parametrize("how", ["ahead", "auto"])
 def test_losses_are_those_of_one_device_whatever_is_chosen(
-    how: str, ranks: list[dict[str, list[tuple[float, str]]]]
+    how: str, ranks: list[dict[str, list[tuple[float, str]]]], alone: list[tuple[float, str]]
 ) -> None:
     every = [rank[how] for rank in ranks]
     assert every == [every[0]] * 4
-    for (loss, _), (expected, _) in zip(every[0], ranks[0]["alone"], strict=True):
+    for (loss, _), (expected, _) in zip(every[0], alone, strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)
     if how == "auto":
         assert len({strategy for _, strategy in every[0]}) > 1
@@ -140,8 +146,7 @@ def by_datasheets(prepared: Ready) -> tuple[list[tuple[int, ...]], bool]:
     return tokens, all(report.loss == pytest.approx(found[0].loss, rel=1e-5) for report in found)
 
 
-def test_a_cluster_gives_costs_by_its_datasheets() -> None:
-    prepared = Ready.of(models.llama(layers=LAYERS, vocab=97), ("2*<tp1,pp1>",))
+def test_a_cluster_gives_costs_by_its_datasheets(prepared: Ready) -> None:
     (first, equal), other = hg.launch(by_datasheets, 2, prepared)
     assert other == (first, equal)
     assert 0 < 2 * first[0][0] < first[0][1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,14 @@ LIMIT = timedelta(seconds=120)
 
 @pytest.fixture(scope="module")
 def prepared() -> Ready:
+    return Ready.of(partly_frozen(), [WIDE, NARROW, "<[0,1]x2>"])
+
+
+def partly_frozen() -> nn.Module:
     model = llama(layers=LAYERS, tied=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1.mlp.up" not in name)
-    return Ready.of(model, [WIDE, NARROW, "<[0,1]x2>"])
+    return model
 
 
 def parsed(text: str) -> hg.Strategy:
@@ -58,26 +63,45 @@ def train(exe: hg.Executable, steps: Sequence[int]) -> list[float]:
     return [exe.step(batch(step)).loss for step in steps]
 
 
-Run = tuple[float | None, Sequence[str], Sequence[float]]
+Run = tuple[float | None, Sequence[str], Sequence[float], Sequence[Sequence[str]]]
 
 
 def plainly(prepared: Ready, runs: Sequence[Run]) -> list[list[float]]:
-    """Train without any incident: runs, clipped or not, each step under a strategy and with a learning rate."""
-    return [_one_run(compiled(prepared, clip=clip), texts, rates) for clip, texts, rates in runs]
+    """Train without any incident: runs, clipped or not, each step under a strategy and with a learning rate.
+
+    A run has one or more ends, of steps at the last rate, each of them from the state that the steps before have left;
+    there is a list of losses for each end.
+    """
+    return [
+        losses
+        for clip, texts, rates, ends in runs
+        for losses in _one_run(compiled(prepared, clip=clip), texts, rates, ends)
+    ]
 
 
-def _one_run(exe: hg.Executable, texts: Sequence[str], rates: Sequence[float]) -> list[float]:
+def _one_run(
+    exe: hg.Executable, texts: Sequence[str], rates: Sequence[float], ends: Sequence[Sequence[str]]
+) -> Iterator[list[float]]:
+    assert exe.optimizer is not None
     losses = []
     for number, (text, rate) in enumerate(zip(texts, rates, strict=True)):
-        for group in exe.optimizer.param_groups:  # type: ignore[union-attr]
+        for group in exe.optimizer.param_groups:
             group["lr"] = rate
         losses.append(exe.step(batch(number), parsed(text)).loss)
+    weights = {name: tensor.clone() for name, tensor in exe.home.weights.items()}
+    state = copy.deepcopy(exe.optimizer.state_dict())
+    for end in ends:
+        for name, tensor in weights.items():
+            exe.home.weights[name].copy_(tensor)
+        exe.optimizer.load_state_dict(copy.deepcopy(state))
+        yield losses + [
+            exe.step(batch(number), parsed(text)).loss for number, text in enumerate(end, start=len(losses))
+        ]
     exe.close()
-    return losses
 
 
 TEXTS = [WIDE, NARROW, NARROW, "<[0,1]x2>", "<[0,1]x2>", WIDE, WIDE]
-RATES = [1e-2 / (1 + n) for n in (0, 0, 1, 1, 2, 2, 3, 3)]
+RATES = [1e-2 / (1 + n) for n in (0, 0, 1, 1, 2, 2, 3)]
 LONG = 1 + len(Op) + 1  # steps of the test that loses a rank at each instruction
 
 
@@ -85,10 +109,8 @@ LONG = 1 + len(Op) + 1  # steps of the test that loses a rank at each instructio
 def smooth(prepared: Ready) -> list[list[float]]:
     """Return the losses of runs without any incident, which the tests' must be to the last bit."""
     runs: list[Run] = [
-        (CLIP, [WIDE] * 3 + [NARROW] * 2, [1e-2] * 5),
-        (None, [*TEXTS, WIDE], RATES),
-        (None, [*TEXTS, NARROW, NARROW], [*RATES, RATES[-1]]),
-        (None, [*TEXTS, NARROW, "<[0,1]x2>"], [*RATES, RATES[-1]]),
+        (CLIP, [WIDE] * 3 + [NARROW] * 2, [1e-2] * 5, [[]]),
+        (None, TEXTS, RATES, [[WIDE], [NARROW, NARROW], [NARROW, "<[0,1]x2>"]]),
     ]
     return hg.launch(plainly, RANKS, prepared, runs, timeout=LIMIT)[0]
 
@@ -96,7 +118,7 @@ def smooth(prepared: Ready) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def long(prepared: Ready) -> list[list[float]]:
     """Return the losses of long runs without any incident, clipped and not, of tests in `make thorough` alone."""
-    runs: list[Run] = [(clip, [WIDE] * LONG, [1e-2] * LONG) for clip in (CLIP, None)]
+    runs: list[Run] = [(clip, [WIDE] * LONG, [1e-2] * LONG, [[]]) for clip in (CLIP, None)]
     return hg.launch(plainly, RANKS, prepared, runs, timeout=LIMIT)[0]
 
 

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.capture import capture
+from hydragraph.frontend.capture import capture, origin
 from tests.frontend.test_module_digest import Setting, kind, times
 from tests.frontend.test_untraceable import agrees
-from tests.models import llama, randomised
+from tests.models import captured, llama, randomised
 from tests.own_models import Layer, Own
 from tests.thorough import only, thorough
 
@@ -129,10 +129,10 @@ def test_state_in_an_attribute_is_refused_by_name() -> None:
 
 
 def test_a_program_of_a_model_that_differs_out_of_sight_is_refused() -> None:
-    model, other = llama(layers=1), llama(layers=1)
-    strategy = hg.Strategy.parse("<tp1,pp1>", layers=1)
-    program = capture(model)
-    hg.compile(model, strategy, program=program).close()
+    program, _ = captured("llama")
+    other = llama(layers=2)
+    strategy = hg.Strategy.parse("<tp1,pp1>", layers=2)
+    assert origin(other) == program.origin
     other.model.layers[0]._scale = 2.0  # type: ignore[index,union-attr]
     with pytest.raises(ValueError, match="captured from a model other than this"):
         hg.compile(other, strategy, program=program)

@@ -19,13 +19,12 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind
         self.drop = nn.Dropout(0.25)
-        self.attend = nn.Linear(16, 48)
+        self.mix = nn.Linear(16, 16)
         self.up = nn.Linear(16, 32)
         self.down = nn.Linear(32, 16)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        q, k, v = self.attend(x).view(-1, 6, 8).split(2, 1)
-        x = x + self.drop(hg.varlen_attention(q, k, v, cu_seqlens).reshape(x.shape))
+        x = x + self.drop(self.mix(x))
         if self.kind == "weight":
             return x + F.linear(x, F.dropout(self.up.weight[:16], 0.5))
         if self.kind == "row":
@@ -40,11 +39,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind: str = "plain") -> None:
+    def __init__(self, kind: str = "plain", layers: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(layers))
         self.head = nn.Linear(16, 50)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ def calls(program: hg.Program, block: int) -> list[tuple[Any, ...]]:
 
 
 def test_calls_are_numbered_within_blocks_and_around_them() -> None:
-    program = hg.capture(Model())  # checked against the model with the same masks
+    program = hg.capture(Model(layers=2))  # checked against the model with the same masks
     inside = [(0.25, 0), (0.5, 1)]
     assert [calls(program, i) for i in range(4)] == [[(0.1, 0)], inside, inside, [(0.2, 1)]]
     assert program.blocks[1].template == program.blocks[2].template

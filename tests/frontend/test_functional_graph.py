@@ -15,15 +15,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.functional_graph import export, functional_graph
-from tests.own_models import Layer, Own
+from tests.own_models import Small, small
 from tests.thorough import only
 
 
-class Doing(Layer):
+class Doing(Small):
     """A block that also does what a test wants."""
 
     def __init__(self, does: Callable[[Doing, Tensor, Tensor], Tensor]) -> None:
-        super().__init__(32, 4, 2, True)
+        super().__init__()
         self.does = does
         self.register_buffer("seen", torch.ones(32))
 
@@ -79,7 +79,7 @@ def test_what_a_trace_cannot_hold_of_a_block_is_refused_in_a_sentence_with_its_l
     does: Callable[[Doing, Tensor, Tensor], Tensor], message: str
 ) -> None:
     KEPT.clear()
-    model = Own(layers=2)
+    model = small()
     model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
     with pytest.raises(Unsupported, match=message):
         capture(model)
@@ -92,7 +92,7 @@ def test_a_decision_on_a_value_is_refused_without_the_text_that_pytorch_prints(
         assert not torch.isnan(y).any()
         return y
 
-    model = Own(layers=2)
+    model = small()
     model.stack = nn.ModuleList([Doing(checked) for _ in range(2)])
     message = r"Own: a Python decision depends on a tensor's value .*isnan\(y\).any\(\)'; choose values with"
     with pytest.raises(Unsupported, match=message) as caught:
@@ -108,7 +108,7 @@ def test_labels_that_a_loss_shifts_again_are_refused_in_a_sentence() -> None:
     with pytest.raises(
         Unsupported, match=r"Own: its graph changes with the number of .*; .* labels are already at the"
     ):
-        capture(Own(), loss=shifted)
+        capture(small(), loss=shifted)
 
 
 class Scaled(nn.Module):
@@ -216,7 +216,7 @@ def test_writing_where_a_gradient_does_not_know_of_it_is_refused(
 def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_attribute(
     held: object, named: str
 ) -> None:
-    model, beside = Own(layers=2), torch.ones(32)
+    model, beside = small(layers=2), torch.ones(32)
     block = model.stack[1]
     block.table = held  # type: ignore[assignment]
     old = block.forward

@@ -41,14 +41,14 @@ from hydragraph.kernels.varlen_attention import reference
 from tests.frontend.execute import batch, loss
 from tests.frontend.families import difference
 from tests.models import llama, randomised, tiny
-from tests.thorough import only
+from tests.thorough import only, thorough
 
 BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
 def test_bounds_that_a_block_does_not_hand_to_its_attention_are_found() -> None:
     torch.manual_seed(0)
-    model = randomised(StableLmForCausalLM(StableLmConfig(**tiny(num_key_value_heads=2))))
+    model = randomised(StableLmForCausalLM(StableLmConfig(**tiny(num_key_value_heads=2, num_hidden_layers=1))))
     given, total = batch([5, 1, 3]), torch.zeros(())
     for a, b in pairwise(given["cu_seqlens"].tolist()):
         logits = model(input_ids=given["input_ids"][:, a:b], use_cache=False).logits[0]
@@ -73,23 +73,27 @@ def falcon(**changes: Any) -> nn.Module:
 )
 def test_layers_that_call_pytorchs_attention_are_captured(changes: dict[str, Any]) -> None:
     model = falcon(**changes)
-    assert difference(capture(model), model) is None
-    assert hg.capture(model, check="full").layers == 1
+    program = hg.capture(model, check="full")
+    assert program.layers == 1
+    assert difference(program, model) is None
 
 
 def gemma4(**changes: Any) -> nn.Module:
     sizes = {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "sliding_window": 8}
     plain = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 101}
-    kinds = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    return randomised(Gemma4ForCausalLM(Gemma4TextConfig(**tiny(**sizes, **plain | changes, **kinds))))
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    return randomised(Gemma4ForCausalLM(Gemma4TextConfig(**tiny(**sizes, **plain | kinds | changes))))
 
 
 @pytest.mark.parametrize("name", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
 def test_values_from_layer_to_layer_are_refused_by_their_setting(name: str) -> None:
+    layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     with pytest.raises(Unsupported, match=f"{name}=1: layers read .*; choose a model whose config has {name}=0"):
-        capture(gemma4(**{name: 1}))
+        capture(gemma4(**{name: 1}, **layers))
+    refuse_unsupported(gemma4(**layers))
 
 
+@thorough
 def test_gemma_4_without_them_is_captured() -> None:
     model = gemma4()
     assert difference(capture(model), model) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ import hydragraph as hg
 from hydragraph.errors import Unsupported
 from tests import reference
 from tests.models import llama, sequences
-from tests.own_models import Own
+from tests.own_models import small
 from tests.ready import Ready
 
-LAYERS, LENGTHS = 2, [9, 4, 13]
+LAYERS, LENGTHS = 1, [9, 4, 13]
 
 
 class Weighted(nn.Module):
@@ -42,6 +42,7 @@ class Scaled(nn.Module):
         return F.cross_entropy(logits[0], batch["labels"][0], ignore_index=-100, reduction="sum") * self.t
 
 
+@cache
 def ready() -> Ready:
     return Ready.of(llama(layers=LAYERS), ["<tp2,pp1>"], loss=Weighted())
 
@@ -59,7 +60,7 @@ def trained(prepared: Ready) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def test_class_weights_train_as_on_one_device_and_a_change_is_noticed() -> None:
-    (gradients, losses), (_, other) = hg.launch(trained, 2, prepare=ready)
+    (gradients, losses), (_, other) = hg.launch(trained, 2, ready())
     loss = Weighted()
     wanted = reference.train(
         llama(layers=LAYERS),
@@ -79,14 +80,14 @@ def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
 
 
 def test_the_numeric_check_computes_with_the_buffers_of_the_loss() -> None:
-    program = hg.capture(Own(layers=1), loss=Weighted(), check="auto")
+    program = hg.capture(small(), loss=Weighted(), check="auto")
     assert "_hydragraph_loss.weights" in program.blocks[-1].buffers
 
 
 def test_parameters_and_buffers_without_values_are_refused_by_name() -> None:
     with pytest.raises(
-        Unsupported, match=r"loss Scaled: the loss has the parameter 't'.*register the parameter, or the frozen module,"
+        Unsupported, match=r"loss Scaled: the loss has the parameter 't'.*move the parameter, or the frozen module"
     ):
-        hg.capture(Own(layers=1), loss=Scaled())
+        hg.capture(small(), loss=Scaled())
     with pytest.raises(Unsupported, match=r"loss Weighted: its buffer 'weights' is on the meta device.*on the CPU"):
-        hg.compile(Own(layers=1), "<tp1,pp1>", loss=Weighted().to("meta"))
+        hg.compile(small(), "<tp1,pp1>", loss=Weighted().to("meta"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from tests.own_models import Own
+from tests.own_models import small
 from tests.thorough import first, only
 
 Batch = dict[str, Tensor]
@@ -115,12 +115,12 @@ MIXED = {
 )
 def test_tokens_that_meet_in_a_loss_are_refused_by_its_graph(name: str) -> None:
     with pytest.raises(Unsupported, match=r"Own after its last block: its loss is not a sum"):
-        capture(Own(layers=1), loss=MIXED[name])
+        capture(small(), loss=MIXED[name])
 
 
 def test_a_loss_without_the_model_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"Own: the loss does not depend on the blocks"):
-        capture(Own(layers=1), loss=lambda x, b: torch.ones(3, device=x.device).sum())
+        capture(small(), loss=lambda x, b: torch.ones(3, device=x.device).sum())
 
 
 @only("PyTorch's default", "by targets, clamped", "by sequences")
@@ -134,7 +134,7 @@ def test_a_mean_is_refused(name: str) -> None:
     with pytest.raises(
         Unsupported, match=r"Own after its last block: its loss is not a sum: it is .*; return the sum over all"
     ):
-        capture(Own(layers=1), loss=MEANS[name])
+        capture(small(), loss=MEANS[name])
 
 
 @only("label smoothing, a penalty and a start")
@@ -157,7 +157,7 @@ def test_a_mean_is_refused(name: str) -> None:
 )
 def test_a_sum_is_not(name: str) -> None:
     loss: Any = SUMS[name]
-    assert capture(Own(layers=1), loss=loss).layers == 1
+    assert capture(small(), loss=loss).layers == 1
 
 
 def test_a_loss_of_each_token_has_its_shape() -> None:
@@ -168,4 +168,4 @@ def test_a_loss_of_each_token_has_its_shape() -> None:
         assert found.dim() == 1
         return found[:, None].sum()
 
-    capture(Own(layers=1), loss=loss)
+    capture(small(), loss=loss)

@@ -16,12 +16,12 @@ from tests.models import gpt2, sequences
 from tests.ready import Ready
 from tests.thorough import first
 
-STRATEGIES = ["<[0,1]x2>", "2*<tp1,pp1>"]
+STRATEGIES = ["<[0,1]x1>", "2*<tp1,pp1>"]
 
 
 @pytest.fixture(scope="module")
 def prepared() -> Ready:
-    return Ready.of(gpt2(layers=2), STRATEGIES)
+    return Ready.of(gpt2(layers=1), STRATEGIES)
 
 
 def refused(exe: hg.Executable, batch: object) -> str:
@@ -31,7 +31,7 @@ def refused(exe: hg.Executable, batch: object) -> str:
 
 
 def on_a_rank(prepared: Ready, strategy: str) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    exe = prepared.executable(hg.Strategy.parse(strategy, layers=2), lambda named: torch.optim.SGD(named, lr=0.1))
+    exe = prepared.executable(hg.Strategy.parse(strategy, layers=1), lambda named: torch.optim.SGD(named, lr=0.1))
     outside = [
         torch.tensor([3, 101]),
         torch.tensor([-1, 3]),
@@ -50,7 +50,7 @@ def on_a_rank(prepared: Ready, strategy: str) -> tuple[list[str], dict[str, Tens
 
 @pytest.mark.parametrize("strategy", first(STRATEGIES[:1], STRATEGIES))
 def test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut(strategy: str, prepared: Ready) -> None:
-    wanted = reference.train(gpt2(layers=2), [sequences([5, 3])], lambda p: torch.optim.SGD(p, lr=0.1)).gradients[0]
+    wanted = reference.train(gpt2(layers=1), [sequences([5, 3])], lambda p: torch.optim.SGD(p, lr=0.1)).gradients[0]
     runs = hg.launch(on_a_rank, 2, prepared, strategy)
     for messages, _, _ in runs:
         ids, negative, labels, long, left = messages
@@ -71,7 +71,7 @@ def failing(*_: object) -> None:
 
 def switched(prepared: Ready) -> tuple[str, str, list[float]]:
     """Step under a strategy that one rank cannot prepare, then under others; then under that one, mended."""
-    good, bad = (hg.Strategy.parse(s, layers=2) for s in ("2*<tp1,pp1>", "<[0,1]x2>"))
+    good, bad = (hg.Strategy.parse(s, layers=1) for s in ("2*<tp1,pp1>", "<[0,1]x1>"))
     exe = prepared.executable(good, lambda named: torch.optim.SGD(named, lr=0.0))
     batch, kept = sequences([5, 3]), exe._session.preparer._prepare
     losses = [exe.step(batch).loss]
@@ -81,7 +81,7 @@ def switched(prepared: Ready) -> tuple[str, str, list[float]]:
         exe.step(batch, strategy=bad)
     exe._session.preparer._prepare = kept  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="rank") as unknown:
-        exe.step(batch, strategy=hg.Strategy.parse("<[0,7]x2>", layers=2))
+        exe.step(batch, strategy=hg.Strategy.parse("<[0,7]x1>", layers=1))
     losses += [exe.step(batch).loss, exe.step(batch, strategy=bad).loss]
     return str(caught.value), str(unknown.value), losses
 
@@ -96,7 +96,7 @@ def test_a_refused_strategy_breaks_nothing(prepared: Ready) -> None:
 
 def divided(prepared: Ready) -> tuple[list[tuple[float, dict[str, Tensor]]], str, str]:
     """Return loss and gradients of each divisor, and what is said about a wrong one and about ranks that disagree."""
-    exe = prepared.executable("<[0]x2> + <[1]x2>", lambda named: torch.optim.SGD(named, lr=0.0))
+    exe = prepared.executable("<[0]x1> + <[1]x1>", lambda named: torch.optim.SGD(named, lr=0.0))
     batch = sequences([9, 1, 5, 12])
     results = []
     for divide_by in ("targets", "sequences", 7, 0.5):

@@ -13,28 +13,31 @@ import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests.models import randomised
-from tests.own_models import Layer, Own
+from tests.own_models import Own, Small, small
 from tests.thorough import only
 
 
-class Casting(Layer):
-    """A block whose MLP stands in a dtype, and is given what a test makes of its input."""
+class Casting(Small):
+    """A block whose products stand in a dtype, and is given what a test makes of its input."""
 
     def __init__(self, cast: Callable[[Casting, Tensor], Tensor], kind: torch.dtype) -> None:
-        super().__init__(32, 4, 2, True)
-        self.cast = cast
+        super().__init__()
+        self.cast, self.gate = cast, nn.Linear(32, 51)
         for part in (self.gate, self.up, self.down):
             part.to(kind)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        x = x + self.attention(self.before(x), cu_seqlens)
-        y = self.cast(self, self.between(x))
+        y = self.cast(self, x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y)).to(x.dtype)
 
 
 class HeadIn16Bits(Own):
     """Its head is given 16 bits, whatever it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.stack = small().stack
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return logits [1, T, outputs]."""
@@ -45,8 +48,8 @@ class HeadIn16Bits(Own):
 
 
 def model(cast: Callable[[Casting, Tensor], Tensor], kind: torch.dtype) -> Own:
-    own = Own(layers=1)
-    own.stack = nn.ModuleList([Casting(cast, kind) for _ in range(1)])
+    own = small()
+    own.stack = nn.ModuleList([Casting(cast, kind)])
     return randomised(own)  # type: ignore[return-value]
 
 
@@ -62,13 +65,13 @@ def test_casts_to_a_fixed_dtype_are_refused_with_the_parameter(
     kind: torch.dtype, dtype: torch.dtype, cast: Callable[[Casting, Tensor], Tensor]
 ) -> None:
     said = rf"^layer.0: aten.linear.default gets operands of {kind} \(\w+\) and {dtype} \(gate.weight\)"
-    with pytest.raises(Unsupported, match=f"{said}.*cast the operands of gate"):
+    with pytest.raises(Unsupported, match=f"{said}.*cast the operands used with gate"):
         capture(model(cast, kind), dtype=dtype)
 
 
 def test_a_head_in_16_bits_is_refused_with_its_weight() -> None:
     with pytest.raises(
-        Unsupported, match=r"after its last block: .* torch.bfloat16 .*\(out.weight\).*operands of out.weight"
+        Unsupported, match=r"after its last block: .* torch.bfloat16 .*\(out.weight\).*operands used with out.weight"
     ):
         capture(HeadIn16Bits(), blocks="stack")
 

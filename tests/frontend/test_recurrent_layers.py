@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -47,6 +47,11 @@ def model() -> nn.Module:
     return randomised(made)
 
 
+@cache
+def program() -> hg.Program:
+    return hg.capture(model())
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -59,21 +64,21 @@ def compare(gradients: dict[str, Tensor], losses: list[float]) -> None:
 
 
 def test_packed_sequences_train_as_each_alone() -> None:
-    exe = hg.compile(model(), "<tp1,pp1>", sgd)
+    exe = hg.compile(model(), "<tp1,pp1>", sgd, program=program())
     gradients = exe.gradients(sequences(LENGTHS))
     compare(gradients, [exe.step(sequences(LENGTHS)).loss])
     exe.close()
 
 
 def test_linear_attention_costs_as_much_per_token_at_any_length() -> None:
-    program = hg.capture(model())
-    linear, full = (operations(program, block, 1) for block in program.blocks[1:3])
+    captured = program()
+    linear, full = (operations(captured, block, 1) for block in captured.blocks[1:3])
     assert not linear.attention
     assert full.attention
     assert (3.0 * 4, 8, 8) in linear.products
-    check_strategy(program, hg.Strategy.parse("<tp2,pp1>", program.layers), 2)
+    check_strategy(captured, hg.Strategy.parse("<tp2,pp1>", captured.layers), 2)
     # Two ranks have half of the value heads each.
-    assert (3.0 * 2, 8, 8) in operations(program, program.blocks[1], 2).products
+    assert (3.0 * 2, 8, 8) in operations(captured, captured.blocks[1], 2).products
 
 
 def test_functions_of_transformers_are_theirs_again_afterwards() -> None:
@@ -107,6 +112,6 @@ def ready(text: str) -> Ready:
 @thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_numeric_check_passes(dtype: torch.dtype) -> None:
-    program = hg.capture(model(), dtype=dtype, check="auto")
-    called = {n.target for t in program.templates.values() for n in t.graph.graph.nodes}
+    checked = hg.capture(model(), dtype=dtype, check="auto")
+    called = {n.target for t in checked.templates.values() for n in t.graph.graph.nodes}
     assert len(called & ALONG_SEQUENCES) == 3

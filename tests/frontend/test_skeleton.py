@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
 from hydragraph.frontend.packed_inputs import FIELDS
 from hydragraph.frontend.skeleton import BlockCall, FlatBlock, TracedModel, capture_skeleton, hidden_output, node_inputs
+from tests.own_models import Own, small
 from tests.thorough import only
 
 
@@ -92,7 +94,7 @@ def test_blocks_without_gradients_are_frozen_and_have_only_frozen_parameters_bef
     model = Partly(Layer(), Layer())
     model.embed.requires_grad_(frozen != "all")
     model.layers.requires_grad_(frozen == "nothing")
-    message = r"layer.0: the model runs it under torch.no_grad\(\), .*; freeze these parameters"
+    message = r"layer.0: the model runs this block under torch.no_grad\(\), .*; freeze these parameters"
     with pytest.raises(Unsupported, match=message) if refused else nullcontext():
         skeleton(model)
 
@@ -230,6 +232,24 @@ def test_a_state_between_blocks_that_is_used_is_a_value_of_the_trace(
         assert node_inputs(after)[0] is before
     assert [s.feeds for s in sites] == [None] * 3
     assert any(len(n.users) == 2 for n in nodes)
+
+
+def test_a_computation_between_blocks_is_refused() -> None:
+    class Scaling(Own):
+        def __init__(self) -> None:
+            super().__init__(layers=0)
+            self.stack = small(layers=2).stack
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+            x = (self.tokens(input_ids) + self.places(position_ids))[0]
+            for block in self.stack:
+                x = block(x, cu_seqlens) * 0.5
+            return self.out(self.norm(x))[None]  # type: ignore[no-any-return]
+
+    with pytest.raises(
+        Unsupported, match=r"layer.1: this block's input is not the previous block's output; move the computation"
+    ):
+        capture(Scaling())
 
 
 def test_blocks_that_take_different_things_are_fed_what_each_takes() -> None:

@@ -21,7 +21,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests.frontend.execute import batch, loss
 from tests.models import llama, randomised
-from tests.own_models import Layer, Own, alone
+from tests.own_models import Own, Small, alone, small
 from tests.thorough import first, only, thorough
 
 
@@ -47,11 +47,11 @@ class Disguised(Reversed):
     __module__ = "torch.disguised"
 
 
-class Doing(Layer):
+class Doing(Small):
     """A block that also does what a test wants."""
 
     def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__(32, 4, 2, True)
+        super().__init__()
         self.does = does
         self.register_buffer("seen", torch.zeros(32))
 
@@ -60,7 +60,7 @@ class Doing(Layer):
 
 
 def own(does: Callable[[Any, Tensor], Tensor] | None = None) -> Own:
-    model = Own(layers=2)
+    model = small(layers=2)
     if does is not None:
         model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
     return randomised(model)  # type: ignore[return-value]
@@ -224,6 +224,10 @@ def test_what_a_block_does_unseen_is_refused_by_name(does: Callable[[Any, Tensor
 
 def test_such_things_before_and_behind_the_blocks_are_refused_too() -> None:
     class Head(Own):
+        def __init__(self) -> None:
+            super().__init__(layers=0)
+            self.stack = small().stack
+
         def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
             return Reversed.apply(super().forward(input_ids, position_ids, cu_seqlens))  # type: ignore[no-any-return]
 
@@ -423,8 +427,10 @@ class Changing(Own):
     """A model that does something else in each call, outside of its blocks, or looks at the whole batch."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
+        super().__init__(layers=1)
         self.how, self.calls = how, [0]
+        if how != "bounds":  # which only attention uses
+            self.stack = small().stack
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         self.calls[0] += 1
@@ -481,4 +487,4 @@ def test_state_that_a_loss_changes_is_refused_by_name(kind: str) -> None:
     }
     state, step = cases[kind]
     with pytest.raises(Unsupported, match=r"differs between calls|forward or loss changes .*state"):
-        capture(Own(layers=1), loss=_counting(state, step))
+        capture(small(), loss=_counting(state, step))

@@ -121,14 +121,14 @@ def test_untouched_programs_verify(mode):
     [
         # Messages.
         (0, unsent("h1.2>2"), r"rank 2, .*`p2p h1.2 = receive <- rank 0`: rank 0 has no matching send"),
-        (0, unsent("h1.1>2"), r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.2 at this point"),
+        (0, unsent("h1.1>2"), r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.2 instead"),
         (0, swapped("h1.0 -> rank", "h1.1 -> rank"), r"rank 0, .*h1\.1"),
         (0, swapped("d1.1 = receive", "d1.2 = receive"), r"rank 0, .*`compute .*backward layer.0 \[1\].*d1.1 is read"),
         (2, swapped("h1.0 = receive", "h1.1 = receive"), r"rank 2, .*`compute .*forward layer.1 \[0\].*h1.0 is read"),
         (
             2,
             moved("h1.1 = receive", "h1.0 = receive"),
-            r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.0 at",
+            r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.0 instead",
         ),
         (1, changed("d1.0 = receive", peer=0), r"rank 1, .*`p2p d1.0 = receive <- rank 0`: rank 0 is the wrong peer"),
         (0, changed("send h1.0", peer=3), r"rank 0, .*`p2p send h1.0 -> rank 3 after h1.0`: rank 3 is the wrong peer"),
@@ -155,7 +155,7 @@ def test_untouched_programs_verify(mode):
         (
             0,
             changed("forward embed [0]", after=(weights("word"), aux(0))),
-            r"rank 0, .*embed \[0\].*it should wait for those that other streams write: W.word",
+            r"rank 0, .*embed \[0\].*it should wait for the values that it reads from other streams: W.word",
         ),
         (
             0,
@@ -178,18 +178,18 @@ def test_untouched_programs_verify(mode):
         (
             0,
             changed("free h1.0>2", after=()),
-            r"rank 0, .*it should wait for those that other streams write: h1.0>2",
+            r"rank 0, .*it should wait for the values that it reads from other streams: h1.0>2",
         ),
         # Exchanges.
         (
             4,
             swapped("G.head", "G.layer.1"),
-            r"rank 4, .*`push link G.layer.1 others -> home`: rank 0 enters the push of",
+            r"rank 4, .*`push link G.layer.1 others -> home`: rank 0 runs the push of",
         ),
         (
             4,
             swapped("W.head", "W.layer.1"),
-            r"rank 4, .*`pull link W.head home -> others`: rank 0 enters the pull of la",
+            r"rank 4, .*`pull link W.head home -> others`: rank 0 runs the pull of la",
         ),
         (4, dropped("G.layer.0"), r"rank 4: the push of layer.0 is missing"),
         (3, dropped("link G.layer.0"), r"rank 3: the push of layer.0 is missing"),
@@ -205,7 +205,7 @@ def test_untouched_programs_verify(mode):
             moved("commit", "link G.word"),
             r"rank 3, .*`compute commit .*: instruction \d+ `push link G.word -> home ",
         ),
-        (3, moved("update", "commit"), r"rank 3, .*`compute update`: the update precedes the commit"),
+        (3, moved("update", "commit"), r"rank 3, .*`compute update`: the update must follow the commit"),
         (4, dropped("commit"), r"rank 4: it has 0 commits \(mode train requires 1\) and 1 updates"),
         (3, changed("commit", reads=()), r"rank 3, .*(last used here, but is never freed|it should read)"),
     ],

@@ -59,7 +59,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     printed, lines = call(folder)
     assert printed == COLD
     assert [line.startswith(f"{WAIT}{folder / 'cache'}") for line in lines] == [True]
-    assert call(folder) == (WARM, [])
     return folder
 
 
@@ -70,11 +69,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_is_damaged_is_compiled_again_and_kept(how: str, suffix: str, warm: Path) -> None:
     files = [*(warm / "cache").rglob(f"*.{suffix}")]
-    assert len(files) == 1  # of `twice`: what only it calls is inside it
-    for file in files:
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2 if suffix == "nbc" else 1] ^= 255
-        file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])  # type: ignore[arg-type]
+    assert {file.name.partition("-")[0] for file in files} == {"module.twice"}  # what only it calls is inside it
+    file = max(files, key=lambda each: each.stat().st_mtime_ns)  # code that was compiled again has another name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if suffix == "nbc" else 1] ^= 255
+    file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])  # type: ignore[arg-type]
     printed, lines = call(warm)
     assert printed == COLD
     assert [line.split(" in ")[0] for line in lines] == ["numba's cache"]
@@ -84,12 +83,12 @@ def test_what_is_damaged_is_compiled_again_and_kept(how: str, suffix: str, warm:
 
 def test_equal_files_share_what_is_compiled_and_other_versions_keep_theirs(tmp_path: Path) -> None:
     home = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "home")}
-    folders = [tmp_path / "one", tmp_path / "two", tmp_path / "other"]
+    one, two, other = folders = [tmp_path / "one", tmp_path / "two", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    (folders[2] / "module.py").write_text(MODULE.replace("2 * added(a, b)", "added(added(a, b), added(a, b))"))
-    printed = [call(folder, **home)[0] for folder in (*folders, *folders)]
-    assert printed == [COLD, WARM, COLD, WARM, WARM, WARM]
+    (other / "module.py").write_text(MODULE.replace("2 * added(a, b)", "added(added(a, b), added(a, b))"))
+    assert [call(folder, **home)[0] for folder in (one, other)] == [COLD, COLD]
+    assert [call(folder, **home) for folder in (two, other)] == [(WARM, [])] * 2
     assert {path.parent for path in tmp_path.rglob("*.nbc")} == {tmp_path / "home" / "hydragraph" / "compiled"}
 
 
@@ -166,11 +165,11 @@ def test_a_change_of_an_imported_named_tuple_compiles_its_users_again(tmp_path: 
         "@compiled\ndef first(pair):\n    return pair.first\n\n"
         "print(first(Pair(first=3, second=4)), next(iter(first.stats.cache_hits.values()), 0))\n"
     )
-    for fields in ("first second", "second first"):
+    for fields, printed in (("first second", ["3 0"]), ("second first", ["3 0", "3 1"])):
         (tmp_path / "other.py").write_text(
             f"from collections import namedtuple\nPair = namedtuple('Pair', {fields!r})\n"
         )
-        assert [call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] for _ in range(2)] == ["3 0", "3 1"]
+        assert [call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] for _ in printed] == printed
 
 
 WAITS = """

@@ -20,7 +20,7 @@ def test_a_plan_for_devices_that_differ_says_why_the_usual_ones_lose() -> None:
     assert [line.partition(": ")[0] for line in lines[2:]] == [
         "plain data parallelism",
         "plain tensor parallelism",
-        "best other equal pipelines",
+        "fastest alternative with identical pipelines",
     ]
     causes = ("is the plan", "takes the same time", "(mostly ", "(memory)")
     assert all(any(cause in line for cause in causes) for line in lines[2:])
@@ -29,12 +29,13 @@ def test_a_plan_for_devices_that_differ_says_why_the_usual_ones_lose() -> None:
 
 def test_what_does_not_fit_loses_by_its_memory() -> None:
     costs = priced.costs(4, priced.cluster(4), elements=1_000_000)
-    plan = hg.plan(costs, WORK)
+    work = hg.Workload(sequences=8, length=64)
+    plan = hg.plan(costs, work)
     small = tuple(replace(device, memory_bytes=int(1.2 * max(plan.memory))) for device in costs.cluster.devices)
     pooled = costs.changed(cluster=replace(costs.cluster, devices=small))
-    found = hg.plan(pooled, WORK)
+    found = hg.plan(pooled, work)
     tiny = tuple(replace(device, memory_bytes=max(found.memory) // 2) for device in costs.cluster.devices)
-    lines = brief_explanation(costs.changed(cluster=replace(costs.cluster, devices=tiny)), WORK, found)
+    lines = brief_explanation(costs.changed(cluster=replace(costs.cluster, devices=tiny)), work, found)
     assert any("does not fit: rank" in line and line.endswith("(memory)") for line in lines)
 
 

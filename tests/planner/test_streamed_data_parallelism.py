@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -18,14 +19,15 @@ from hydragraph.planner.streamed_data_parallelism import streamed, streaming_fit
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
+from tests.thorough import only
 
 LENGTH = 1000
-WORKLOAD = hg.Workload(sequences=32, length=LENGTH)
+WORKLOAD = hg.Workload(sequences=8, length=LENGTH)
 
 
-def costs_of(memory: float = 1e9, elements: int = 2_000_000, ranks: int = 4, per_node: int | None = None) -> Costs:
+def costs_of(memory: float = 1e9, layers: int = 8, ranks: int = 4, per_node: int | None = None) -> Costs:
     """Return costs of fast devices, whose recomputing stages save only their inputs."""
-    profile = priced.that_saves(priced.profile(8, "fast", elements=elements))
+    profile = priced.that_saves(priced.profile(layers, "fast", elements=2_000_000))
     outer = Interconnect(1e11, 1e-6)
     return with_memory(Costs(profile, priced.cluster(ranks, per_node, outer=outer)), memory)
 
@@ -45,8 +47,8 @@ def with_memory(costs: Costs, *sizes: float) -> Costs:
     st.floats(0.9, 2.5),
 )
 def test_memory_is_that_of_the_whole_iteration(text: str, count: int, tokens: list[int], tight: float) -> None:
-    rich = costs_of()
-    strategy = hg.Strategy.parse(text, 8)
+    rich = costs_of(layers=4)
+    strategy = hg.Strategy.parse(text, 4)
     pipelines = len(strategy.pipelines)
     assignment = Assignment.even([count] * pipelines, tokens[:pipelines])
     most = max(each.total for each in rich.memory(strategy, assignment))
@@ -66,6 +68,7 @@ def test_memory_is_that_of_the_whole_iteration(text: str, count: int, tokens: li
     assert all(a >= b for a, b in zip(held(costs, strategy, home, [assignment]), memory, strict=True))
 
 
+@only("None-150000000.0", "2-400000000.0")
 @pytest.mark.parametrize("memory", [150e6, 220e6, 400e6])
 @pytest.mark.parametrize("per_node", [None, 2])
 def test_no_other_strategy_of_one_stage_that_streams_is_faster(memory: float, per_node: int | None) -> None:
@@ -105,14 +108,20 @@ def test_what_others_need_decides() -> None:
     assert any(isinstance(each, Settled) for each in late), "a first plan is found after the deadline too"
 
 
-@pytest.mark.parametrize("lengths", [None, [[1000, 900, 300, 200, 200, 100], [600] * 8]])
-def test_plans_stream_where_nothing_else_fits(lengths: list[list[int]] | None) -> None:
-    workload = WORKLOAD if lengths is None else hg.Workload(lengths=lengths)
-    # One layer, whose weights and gradients no stage holds: only streaming divides them further.
+@functools.cache
+def least_that_streams() -> tuple[Costs, float]:
+    """Return costs of one layer, whose weights and gradients no stage holds, and the memory that streaming needs."""
     rich = Costs(priced.that_saves(priced.profile(1, "fast", elements=20_000_000)), priced.cluster(4))
     size = 2e7
     while not streaming_fits(with_memory(rich, size), LENGTH):
         size *= 1.03
+    return rich, size
+
+
+@pytest.mark.parametrize("lengths", [None, [[1000, 900, 300, 200, 200, 100], [600] * 4]])
+def test_plans_stream_where_nothing_else_fits(lengths: list[list[int]] | None) -> None:
+    workload = WORKLOAD if lengths is None else hg.Workload(lengths=lengths)
+    rich, size = least_that_streams()
     costs = with_memory(rich, size)
     with pytest.raises(Unsupported, match="nothing fits"):
         hg.plan(costs, workload, streaming=False)
@@ -125,7 +134,7 @@ def test_plans_stream_where_nothing_else_fits(lengths: list[list[int]] | None) -
 
 
 def test_plans_stream_where_that_is_faster_and_not_where_it_gains_nothing() -> None:
-    tight, roomy = costs_of(400e6, per_node=1), costs_of(500e6, per_node=1)
+    tight, roomy = (costs_of(memory, layers=4, per_node=1) for memory in (300e6, 400e6))
     found = hg.plan(tight, WORKLOAD)
     without = hg.plan(tight, WORKLOAD, streaming=False)
     assert found.strategy.streams

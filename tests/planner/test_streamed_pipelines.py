@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -10,13 +11,13 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
-from hydragraph.planner.price_candidate import Settled
+from hydragraph.planner.price_candidate import Settled, Shortage
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
 
-WORKLOAD = hg.Workload(sequences=32, length=1000)
+WORKLOAD = hg.Workload(sequences=8, length=1000)
 
 
 def costs_of(*memory: float) -> Costs:
@@ -25,6 +26,11 @@ def costs_of(*memory: float) -> Costs:
     costs = Costs(profile, priced.cluster(4, 2, outer=Interconnect(1e9, 1e-5)))
     devices = tuple(replace(d, memory_bytes=int(memory[d.node])) for d in costs.cluster.devices)
     return costs.changed(cluster=replace(costs.cluster, devices=devices))
+
+
+@functools.cache
+def every(*memory: float) -> list[Settled | Shortage]:
+    return streamed_pipelines(costs_of(*memory), WORKLOAD, math.inf, None)
 
 
 def test_stages_stream_where_nothing_else_fits() -> None:
@@ -43,14 +49,14 @@ def test_stages_stream_where_nothing_else_fits() -> None:
 
 
 def test_larger_devices_hold_more_layers() -> None:
-    equal, uneven = (streamed_pipelines(costs_of(240e6, size), WORKLOAD, math.inf, None) for size in (240e6, 168e6))
+    equal, uneven = (every(240e6, size) for size in (240e6, 168e6))
     assert {tuple(s.layers for s in p.stages) for one in equal for p in one.strategy.pipelines} <= {(4, 4), (2,) * 4}
     assert {tuple(s.layers for s in p.stages) for one in uneven for p in one.strategy.pipelines} == {(5, 3)}
 
 
 def test_what_takes_longer_than_a_known_plan_is_left_out() -> None:
     costs = costs_of(240e6, 168e6)
-    found = [one.seconds for one in streamed_pipelines(costs, WORKLOAD, math.inf, None) if isinstance(one, Settled)]
+    found = [one.seconds for one in every(240e6, 168e6) if isinstance(one, Settled)]
     assert found
     assert streamed_pipelines(costs, WORKLOAD, 0.01 * min(found), None) == []
     assert streamed_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import nn
 
 import hydragraph as hg
 from hydragraph.cluster.communicators import Groups
@@ -21,8 +22,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import rank_memory
-from hydragraph.frontend.capture import capture
 from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.link_measurement import SIZES
 from hydragraph.runtime.profile_measurement import (
@@ -39,7 +40,7 @@ from hydragraph.runtime.profile_measurement import (
     standard_error,
 )
 from hydragraph.spec.stage_kind import StageKind
-from tests.models import captured, llama
+from tests.models import captured
 
 LAYERS, RANKS = 2, 2
 SETTINGS = MeasureSettings(
@@ -47,10 +48,8 @@ SETTINGS = MeasureSettings(
 )
 
 
-def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
+def measured_rank(program: Program, model: nn.Module, settings: MeasureSettings) -> tuple[Profile, list[str]]:
     """Return the profile and the progress messages."""
-    model = llama(layers=LAYERS)
-    program = capture(model)
     groups = Groups(join("cpu"), timedelta(minutes=2))
     told: list[str] = []
     subject = MeasuredModel(program, initial_buffers(model), 101, 256)
@@ -61,7 +60,7 @@ def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[Profile, list[str]]]:
-    return launch(measured_rank, RANKS, SETTINGS, timeout=timedelta(minutes=15))
+    return launch(measured_rank, RANKS, *captured("llama"), SETTINGS, timeout=timedelta(minutes=15))
 
 
 def test_every_rank_gets_the_same_profile(ranks: list[tuple[Profile, list[str]]], tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
     [
         (MeasureSettings(((4, 1),)), "scheme tp4pp1 needs 4 ranks for one stage, but there are 2: add ranks"),
         (MeasureSettings(((1, 3),)), "scheme tp1pp3 has 3 stages for 2 layers"),
-        (MeasureSettings(((1, 1),), (StageKind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
+        (MeasureSettings(((1, 1),), (StageKind(4, True),)), "tensor-parallel degree 4 does not fit 2 ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: MeasureSettings, sentence: str) -> None:

@@ -7,8 +7,9 @@ leader at every event.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
+from typing import Any, TypeVar
 
 import pytest
 
@@ -32,6 +33,15 @@ from tests.thorough import thorough
 TERMS = 2  # that machines take in turn
 BEATS = 1  # of each
 TICKS = 2.0  # of a lease, and of the longest request
+
+Frozen = TypeVar("Frozen")
+
+
+def replace(before: Frozen, **changes: Any) -> Frozen:
+    """Return what `dataclasses.replace` does, in a fifth of the time: half a million calls are made here."""
+    made = object.__new__(type(before))
+    made.__dict__.update(before.__dict__, **changes)
+    return made
 
 
 @dataclass(frozen=True)
@@ -82,12 +92,13 @@ class World:
 def plain(machine: Machine, register: Lease) -> Machine:
     """Return a machine without what makes no difference any more, so that equal worlds are found to be equal."""
     standing = machine.standing
-    if not standing.leads(0.0):
+    if (standing.term or standing.until != -1.0) and not standing.leads(0.0):
         standing = replace(standing, term=0, until=-1.0)
-    possible = {register, *(r.lease for r in (machine.request, machine.late) if r is not None)}
-    if standing.asked not in possible:
-        standing = replace(standing, asked=None, asked_at=0.0)
-    return replace(machine, standing=standing)
+    if standing.asked is not None or standing.asked_at:
+        possible = (register, *(r.lease for r in (machine.request, machine.late) if r is not None))
+        if standing.asked not in possible:
+            standing = replace(standing, asked=None, asked_at=0.0)
+    return machine if standing is machine.standing else replace(machine, standing=standing)
 
 
 def handled(request: Request, register: Lease) -> tuple[Request, Lease]:

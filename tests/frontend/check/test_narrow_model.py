@@ -14,11 +14,13 @@ import hydragraph as hg
 from hydragraph.frontend import huggingface
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import narrow_model, numeric_check
-from hydragraph.frontend.check.narrow_model import LibraryModel, Widths, program_text
+from hydragraph.frontend.check.narrow_model import LibraryModel, NarrowModel, Widths, program_text
 from hydragraph.frontend.check.numeric_check import CheckedModel, check
 from hydragraph.kernels import varlen_attention as kernels
 from tests.models import MODELS, captured
 from tests.thorough import first, thorough
+
+pytestmark = pytest.mark.usefixtures("shared_graphs")
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def small_models_count_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seven_billion(**settings: Any) -> nn.Module:
-    """Return a Llama 7B on the meta device."""
+    """Return a Llama 7B on the meta device, with other settings where they are given."""
     config = LlamaConfig(bos_token_id=31998, eos_token_id=31999, pad_token_id=31999, **settings)
     with torch.device("meta"):
         return LlamaForCausalLM(config)
@@ -47,10 +49,10 @@ def at(model: nn.Module, factor: int) -> tuple[nn.Module, Widths]:
 
 
 def test_a_large_model_is_checked_at_a_sixteenth_of_its_widths() -> None:
-    model = seven_billion()
+    model = seven_billion(num_hidden_layers=3)
     found = check(CheckedModel(model, capture(model)))
-    assert (found.factor, found.blocks, found.layers, found.problem) == (16, 2, 32, "")
-    assert "at 1/16 of its widths: embed, head and 2 of 32 blocks" in str(found)
+    assert (found.factor, found.blocks, found.layers, found.problem) == (16, 2, 3, "")
+    assert "at 1/16 of its widths: embed, head and 2 of 3 blocks" in str(found)
 
 
 @thorough
@@ -123,12 +125,14 @@ def test_a_copy_that_cannot_be_captured_is_none(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_models_count_as_large")
 def test_a_copy_that_fails_leaves_the_verdict_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     program, model = captured("llama")
+    narrow, ratio = at(model, 2)
     widths = []
 
     def refused(subject: CheckedModel, *_: Any) -> None:
         widths.append(subject.model.config.hidden_size)  # type: ignore[union-attr]
         raise hg.Unsupported("differs", where="here", remedy="none")
 
+    monkeypatch.setattr(LibraryModel, "narrowed", lambda *_: NarrowModel(narrow, program, ratio))
     monkeypatch.setattr(numeric_check, "_checked", refused)
     with pytest.raises(hg.Unsupported, match="differs"):
         check(CheckedModel(model, program))

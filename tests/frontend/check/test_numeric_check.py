@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from tests.models import MODELS, bert, captured, llama, randomised, tiny
 from tests.module_cases import Reversed
 from tests.own_models import Own, classified, weighted
 from tests.thorough import first, only, thorough
+
+pytestmark = pytest.mark.usefixtures("shared_graphs")
 
 aten = torch.ops.aten
 
@@ -58,32 +61,44 @@ def test_other_dtypes_pass(dtype: torch.dtype) -> None:
     assert found.worst < 1e-4
 
 
+def of_sequences_and_tokens(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Sum what whole sequences and weighted tokens lose."""
+    return classified(outputs, batch) + weighted(outputs, batch)
+
+
 def test_masked_models_and_own_models_and_losses_pass() -> None:
+    own = {"loss": of_sequences_and_tokens, "example": {"weight": torch.zeros(1, 4)}}
     examples: list[tuple[nn.Module, dict[str, Any]]] = [
         (bert(), {}),
-        (randomised(Own(outputs=7, causal=False)), {"loss": classified}),
-        (randomised(Own()), {"loss": weighted, "example": {"weight": torch.zeros(1, 4)}}),
+        (randomised(Own(outputs=7, causal=False)), own),
     ]
     for model, options in examples:
         assert not check(CheckedModel(model, capture(model, **options), **options)).problem
+
+
+@functools.cache
+def three_layers() -> tuple[Program, nn.Module]:
+    model = llama(layers=3)
+    return capture(model), model
 
 
 def test_a_meta_model_is_checked_with_drawn_weights_one_group_of_blocks_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hydragraph.frontend.check.numeric_check.TOGETHER", 1)
+    program, drawn = three_layers()
     with torch.device("meta"):
-        model = type(llama(layers=3))(llama(layers=3).config)
-    found = check(CheckedModel(model, capture(model)), "full")
+        model = type(drawn)(drawn.config)
+    found = check(CheckedModel(model, program), "full")
     assert (found.blocks, found.layers, found.problem) == (3, 3, "")
     assert all(p.is_meta for p in model.parameters())
 
 
 def test_every_block_is_checked_under_full_and_each_kind_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama(layers=4)
-    subject = CheckedModel(model, capture(model))
+    program, model = three_layers()
+    subject = CheckedModel(model, program)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    assert check(subject, "full").blocks == 4
+    assert check(subject, "full").blocks == 3
     assert check(subject).blocks == 2  # the first and the last
     monkeypatch.setattr("hydragraph.frontend.check.numeric_check.TOGETHER", 1)
     assert check(subject).blocks == 1
@@ -244,19 +259,19 @@ def test_a_window_that_only_the_mask_makes_is_captured() -> None:
 
 def test_zeros_hide_nothing() -> None:
     """Operators that follow a matrix initialised to zero are compared as well."""
-    model = llama(layers=2)
+    program, trained = captured("llama")
+    model = copy.deepcopy(trained)  # other tests have it, too
     with torch.no_grad():
         for layer in model.model.layers:  # type: ignore[union-attr]
             layer.mlp.down_proj.weight.zero_()
             layer.self_attn.o_proj.weight.zero_()
-    program = capture(model)
     with pytest.raises(hg.Unsupported, match=r"layer\.0"):
         check(CheckedModel(model, edited(program, "layer.0", changing(aten.silu.default, aten.mul.Tensor, 1.01))))
 
 
 def test_a_model_that_cannot_run_alone_is_refused_as_not_checked() -> None:
+    program, _ = captured("llama")
     model = MODELS["llama"]()
-    program = capture(model)
 
     def never(*_given: Any, **_options: Any) -> Any:
         raise RuntimeError("only on Tuesdays")
@@ -275,8 +290,7 @@ def test_a_difference_in_double_precision_with_the_users_weights_is_final(monkey
         tried.append(arguments[-1])
         return replace(wrong, ratio=wrong.ratio if arguments[-1].copied else 0.0)
 
-    model = MODELS["llama"]()
-    program = capture(model)
+    program, model = captured("llama")
     monkeypatch.setattr("hydragraph.frontend.check.numeric_check._Comparer._attempt", compared)
     with pytest.raises(hg.Unsupported, match="the gradient of w differs by"):
         check(CheckedModel(model, program))

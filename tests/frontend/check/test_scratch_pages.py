@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,8 +30,10 @@ def test_zeros_are_zeros_that_can_be_written(rows: int) -> None:
 @pytest.mark.skipif(scratch_pages._glibc() is None, reason="no glibc")
 def test_freed_memory_is_used_again_within_and_given_back_afterwards() -> None:
     # In a process of its own, whose heap other tests have not fragmented.
-    code = f"from {__name__} import use_twice; use_twice()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+    process = multiprocessing.get_context("forkserver").Process(target=use_twice)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def use_twice() -> None:

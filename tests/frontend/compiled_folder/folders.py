@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.save import named_variants, save
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
+from tests.models import captured
 
 
 def written(folder: Path, model: nn.Module, program: Program, *strategies: str, ranks: int | None = None) -> Variants:
@@ -24,6 +26,19 @@ def written(folder: Path, model: nn.Module, program: Program, *strategies: str, 
     variants = hg.precompile(program, parsed)
     save(folder, program, named_variants(variants, parsed), model_record(model), ranks=ranks)
     return variants
+
+
+@functools.cache
+def _of_one_rank() -> Variants:
+    program, _ = captured("llama")
+    return hg.precompile(program, [hg.Strategy.parse("<[0]x2>", program.layers)])
+
+
+def written_for_one_rank(folder: Path) -> None:
+    """Write a folder of the Llama that is captured once, for one rank: its graphs are compiled once, too."""
+    program, model = captured("llama")
+    variants = _of_one_rank()
+    save(folder, program, named_variants(variants, variants.strategies), model_record(model), ranks=1)
 
 
 def edit(folder: Path, file: str, change: Callable[[Any], object]) -> None:

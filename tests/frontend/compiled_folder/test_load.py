@@ -20,12 +20,13 @@ from hydragraph.frontend.compiled_folder import manifest
 from hydragraph.frontend.compiled_folder.load import load
 from hydragraph.frontend.compiled_folder.manifest import Refused
 from hydragraph.frontend.compiled_folder.model_record import model_record
+from hydragraph.ir.program import Program
 from hydragraph.passes import graph_passes, joint
 from hydragraph.passes import variants as kept
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
-from tests.frontend.compiled_folder.folders import edit, rehash, resign, written
+from tests.frontend.compiled_folder.folders import edit, rehash, resign, written, written_for_one_rank
 from tests.frontend.compiled_folder.struck import outcome, struck
 from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
 from tests.thorough import first, only
@@ -51,8 +52,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compiled") / "folder"
-    program, model = captured("llama")
-    written(path, model, program, "<[0]x2>", ranks=1)
+    written_for_one_rank(path)
     return path
 
 
@@ -72,10 +72,9 @@ def switched(name: str) -> tuple[str, ...]:
     return {"lora": SWITCHED_DEEPER, "mixtral": SWITCHED_WHOLE}.get(name, SWITCHED)
 
 
-def trained(name: str, folder: Path | None, dtype: torch.dtype, traced: bool) -> dict[str, Tensor]:
-    """Train two steps under strategies in turn, and return rank 0's weights."""
+def trained(name: str, folder: Path | None, dtype: torch.dtype, program: Program | None = None) -> dict[str, Tensor]:
+    """Train a step under each strategy in turn, and return rank 0's weights."""
     model = model_of(name)
-    program = frontend.capture(model, dtype) if traced else None
     strategies = switched(name)
     factory = lambda named: torch.optim.AdamW(named, lr=1e-2)  # noqa: E731
     executable = hg.compile(
@@ -97,12 +96,12 @@ def from_folder(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Tensor
     frontend.capture = _never  # type: ignore[assignment]
     vars(joint)["trace_joint"] = _never
     vars(graph_passes)["shard"] = _never
-    return trained(name, folder, dtype, traced=False)
+    return trained(name, folder, dtype)
 
 
-def traced(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """On every rank: train from a capture of its own."""
-    return trained(name, None, dtype, traced=True)
+def as_traced(name: str, dtype: torch.dtype, variants: Variants) -> dict[str, Tensor]:
+    """On every rank: train from what was traced before the ranks started."""
+    return trained(name, None, dtype, variants.program)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +117,9 @@ def traced(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
 )
 def test_ranks_that_start_from_a_folder_train_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = model_of(name)
-    written(tmp_path, model, hg.capture(model, dtype=dtype), *switched(name), ranks=2)
-    kept._shared.clear()
+    variants = written(tmp_path, model, hg.capture(model, dtype=dtype), *switched(name), ranks=2)
     read = hg.launch(from_folder, 2, name, dtype, tmp_path)[0]
-    found = hg.launch(traced, 2, name, dtype)[0]
+    found = hg.launch(as_traced, 2, name, dtype, variants)[0]
     assert read.keys() == found.keys()
     assert all(torch.equal(read[key], found[key]) for key in found)
     assert any(not torch.equal(read[key], value) for key, value in model.state_dict().items())
@@ -140,7 +138,7 @@ def test_a_degree_that_is_missing_is_compiled_and_said_once(folder: Path, caplog
     with caplog.at_level(logging.WARNING, "hydragraph"):
         for part in StageKind(2).parts():
             variants.get(compiled.program.blocks[0], part)
-            variants.get(compiled.program.blocks[-1], part)
+        variants.get(compiled.program.blocks[-1], part)
     assert caplog.messages == [f"compiled folder {folder} has no graphs for <tp2>: they are compiled now"]
 
 
@@ -167,13 +165,13 @@ def test_another_model_dtype_or_number_of_ranks_is_refused(folder: Path) -> None
         hg.compile(llama(layers=2), strategy, dtype=torch.bfloat16, device="cpu", compiled=folder)
     with pytest.raises(Refused, match=r"compiled for 1 ranks, but this run has 3; .*--ranks 3"):
         load(folder, ranks=3)
-    with pytest.raises(ValueError, match="both program and compiled were given"):
+    with pytest.raises(ValueError, match="program= and compiled= were both given"):
         hg.compile(llama(layers=2), strategy, device="cpu", compiled=folder, program=captured("llama")[0])
 
 
 def test_a_folder_of_no_model_is_for_those_beside_who_wrote_it(tmp_path: Path) -> None:
     program, model = captured("llama")
-    written(tmp_path, model, program, "<[0]x2>")
+    written_for_one_rank(tmp_path)
     resign(tmp_path, lambda record: record.update(model=None))
     assert load(tmp_path).program.fingerprint == program.fingerprint
     with pytest.raises(Refused, match="does not record its model"):
@@ -195,7 +193,7 @@ def _first_layer(folder: Path) -> None:
         ("program.json", lambda data: data["blocks"].pop(1), "name at least one block"),
         ("program.json", lambda data: data["blocks"][1].update(template="x"), "the template x is missing"),
         ("program.json", lambda data: data["parameters"].pop(), "the parameter .* is missing"),
-        ("program.json", lambda data: data["buckets"].pop(), "do not contain every parameter once"),
+        ("program.json", lambda data: data["buckets"].pop(), "do not contain every parameter exactly once"),
         ("program.json", lambda data: data["parameters"][0].update(shape=[0, 4]), "has no elements"),
         ("program.json", lambda data: data["templates"][0]["graph"]["graphs"][0].pop(0), "not an earlier node"),
         ("graphs/layer.0.tp1.json", lambda data: data.update(outputs=2), "a different number of values"),
@@ -255,8 +253,7 @@ def test_a_full_check_names_the_folder_whose_graphs_compute_something_else(folde
 
 
 def test_a_pickle_is_no_program(tmp_path: Path) -> None:
-    program, model = captured("llama")
-    written(tmp_path, model, program, "<[0]x2>")
+    written_for_one_rank(tmp_path)
     (tmp_path / "program.json").write_bytes(b"\x80\x04\x95\x00")
     rehash(tmp_path)
     with pytest.raises(Refused, match=r"program\.json"):

@@ -28,6 +28,19 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@functools.cache
+def of_one_layer() -> Program:
+    with mock.patch.object(frontend, "path_of", return_value=None):
+        return frontend.capture(llama(layers=1))
+
+
+@pytest.fixture
+def traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give for each trace of a Llama of one layer what the first one gave."""
+    program = of_one_layer()
+    monkeypatch.setattr(frontend, "_captured", lambda *_: program)
+
+
 def capture(model: nn.Module, traces: bool, **options: object) -> Program:
     """Capture, and check whether that traced the model."""
     with mock.patch.object(frontend, "_captured", wraps=frontend._captured) as traced:
@@ -122,6 +135,7 @@ def doubled(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     ],
     ids=["function", "partial", "method", "torch"],
 )
+@pytest.mark.usefixtures("traced_before")
 def test_a_patched_library_is_traced_whatever_is_kept(place: str, patch: object) -> None:
     capture(llama(layers=1), traces=True)
     with mock.patch(place, patch):
@@ -129,6 +143,7 @@ def test_a_patched_library_is_traced_whatever_is_kept(place: str, patch: object)
     capture(llama(layers=1), traces=False)
 
 
+@pytest.mark.usefixtures("traced_before")
 def test_a_kept_program_belongs_to_the_model_that_it_is_read_for() -> None:
     """`compile(program=)` compares origins, and an origin may name objects of the process that traced."""
     for traces in (True, False):
@@ -136,6 +151,7 @@ def test_a_kept_program_belongs_to_the_model_that_it_is_read_for() -> None:
         assert capture(model, traces=traces).origin == frontend.origin(model)
 
 
+@pytest.mark.usefixtures("traced_before")
 def test_what_is_refused_before_the_trace_is_refused_as_well_if_a_program_is_kept() -> None:
     capture(llama(layers=1), traces=True)
     hooked = llama(layers=1)
@@ -144,6 +160,7 @@ def test_what_is_refused_before_the_trace_is_refused_as_well_if_a_program_is_kep
         frontend.capture(hooked)
 
 
+@pytest.mark.usefixtures("traced_before")
 def test_a_damaged_file_is_written_anew() -> None:
     made = capture(llama(layers=1), traces=True)
     (file,) = folder(PROGRAMS).iterdir()
