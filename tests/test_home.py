@@ -232,7 +232,7 @@ def test_homes_that_do_not_fit_are_refused_on_all_ranks(ranks: list[tuple[list[S
     count, differ, bucket, alone = said[0]
     assert "the run has 4 ranks" in count
     assert "ranks differ in home: '1,2,1,1' on ranks [0]; '4*1' on ranks [1, 2, 3]" in differ
-    assert "the model has no bucket 'layer.9': use one of model.embed_tokens.weight, layer.0" in bucket
+    assert "the model has no parameter bucket 'layer.9': use one of model.embed_tokens.weight, layer.0" in bucket
     assert "all owners are on node 0, but the second copy needs another node" in alone
 
 

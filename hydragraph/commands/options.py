@@ -40,7 +40,9 @@ DeviceCount = Annotated[
 ]
 HealthFile = Annotated[
     Path | None,
-    typer.Option("--health", help="YAML file of the slowdowns of slow and lost ranks, such as {3: 2.57, 5: inf}."),
+    typer.Option(
+        "--health", help="YAML file with the slowdown of each slow rank, such as {3: 2.57, 5: inf}; inf means lost."
+    ),
 ]
 ProfileFile = Annotated[
     str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")

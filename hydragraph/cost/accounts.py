@@ -92,7 +92,7 @@ class _OpenAccount:
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of a traced iteration.
 
-    Clock differences between hosts shift time between `LATE` and transfers.
+    If the clocks of hosts differ, part of `LATE` counts as transfer time, or the reverse.
 
     Raises:
         ValueError: a name in the trace is not an instruction.

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Result of a preparation for all ranks of a machine; `refused` says why the strategies cannot run, if so."""
+    """What one machine prepared for all its ranks; `refused` is why the strategies cannot run, or ""."""
 
     variants: Variants | None
     passed: Mapping[str, str]

@@ -36,9 +36,9 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Simulate the programs of all ranks, in rank order; return None if all programs end.
 
-    With gloo, sends never wait. Other instructions wait whenever gloo may make them wait: for messages, for
-    tensor-parallel peers, or until all ranks enter a pull or push. Programs that end over gloo also end over
-    `Transport.NCCL`, but not always over the other transports.
+    With gloo, sends never wait. Every other instruction waits wherever gloo could make it wait: for a message, for
+    tensor-parallel peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end
+    over `Transport.NCCL`, but not always over the other transports.
     """
     if transport is not Transport.GLOO:
         queued = run_queues(programs, transport)

@@ -137,9 +137,9 @@ def _parse_header(line: str, number: int) -> RankProgram:
     header = _HEADER.fullmatch(line)
     if header is None:
         raise ValueError(
-            f"line {number}: expected the header 'rank R of N  strategy TEXT  idle' or '... pipeline P, stage S: "
-            f"layers A-B, tp T (ranks R ...), micro-batches M' (shared or interleaved stages: 'pipeline P, stage S + "
-            f"pipeline ...' and 'micro-batches M + M-M'), found {line!r}"
+            f"line {number}: {line!r} is not a header: write 'rank R of N  strategy TEXT  idle', or 'rank R of N  "
+            "strategy TEXT  pipeline P, stage S: layers A-B, tp T (ranks R ...), micro-batches M'. A rank's stages are "
+            "joined by ' + ': 'pipeline P, stage S + pipeline P, stage S', 'micro-batches M + M-M'"
         )
     rank = int(header["rank"])
     ranks = int(header["ranks"])

@@ -376,7 +376,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
                 program, commit, f"instruction {index} `{_line(program.instructions[index])}` must precede the commit"
             )
         if index > commit and any(value.kind is ValueKind.MESSAGE for value in program.instructions[index].reads):
-            raise _fail(program, index, "messages must be freed before the commit")
+            raise _fail(program, index, "every message must be freed before the commit")
         if index < commit and op is Op.UPDATE:
             raise _fail(program, index, "the update must follow the commit")
     results = {

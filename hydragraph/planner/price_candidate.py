@@ -165,7 +165,7 @@ class Ends:
         return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return the numbers of micro-batches for which the last pipeline ends earliest."""
+        """Return each pipeline's number of micro-batches, such that the slowest pipeline ends as early as possible."""
         every = range(len(self._forms))
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])

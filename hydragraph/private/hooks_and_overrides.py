@@ -109,7 +109,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def own_backward_refused(name: str) -> tuple[str, str]:
-    """Return the description and the remedy for a torch.autograd.Function."""
+    """Return a description of a rejected torch.autograd.Function, and the remedy."""
     remedy = "use operators with this gradient in forward (x + (y - x).detach() has y's value and x's gradient)"
     return f"torch.autograd.Function {name}, whose backward is not traced", remedy
 

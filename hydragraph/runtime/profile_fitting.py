@@ -67,7 +67,7 @@ class CurveFit:
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
-            return f"the linear part is below the noise: measure more token counts {numbers}"
+            return f"the time per token is below the noise: measure more token counts {numbers}"
         if not self.residual <= WORST_RESIDUAL:
             return (
                 f"measurements differ from the cost model by {self.residual:.0%}: measure on a quieter machine "
@@ -294,7 +294,10 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     if link is None:
         return [*notes, "message times do not grow with message sizes, so no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:
-        notes.append(f"message times differ from latency + bytes / bandwidth by {link.residual:.0%}: see `messages`")
+        notes.append(
+            f"measured message times differ from latency + bytes / bandwidth by {link.residual:.0%}: see `messages` in "
+            "the profile"
+        )
     return notes
 
 

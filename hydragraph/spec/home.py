@@ -92,7 +92,7 @@ class Home:
         if unknown:
             assert buckets is not None
             shown = ", ".join(buckets[:4]) + (f" and {len(buckets) - 4} more" if len(buckets) > 4 else "")
-            raise ValueError(f"home '{self}': the model has no bucket {unknown[0]!r}: use one of {shown}")
+            raise ValueError(f"home '{self}': the model has no parameter bucket {unknown[0]!r}: use one of {shown}")
         if self.copies > ranks:
             raise ValueError(f"home '{self}': two copies on {ranks} rank: start more ranks, or set copies to 1")
 

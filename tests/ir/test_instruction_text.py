@@ -123,7 +123,7 @@ def test_round_trip(program, comments):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("rank 2 of 4", "rank two of 4", r"line 1: expected the header 'rank R of N .* found 'rank two"),
+        ("rank 2 of 4", "rank two of 4", r"line 1: 'rank two.* is not a header: write 'rank R of N"),
         ("tp 1 (ranks 2)", "tp 2 (ranks 2)", r"line 1: expected 2 ranks following 'tp 2', found 1"),
         (
             "p2p      send",

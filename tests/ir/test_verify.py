@@ -173,7 +173,7 @@ def test_untouched_programs_verify(mode):
         (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*it should read \(W.word, a.0\)"),
         (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull may not use h1.0, h1.0>2"),
         (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is last used here, but is never freed"),
-        (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages must be freed before the commit"),
+        (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*every message must be freed before the commit"),
         (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but no earlier"),
         (
             0,

@@ -104,7 +104,7 @@ def test_shares_are_a_list_of_numbers(shares: Any) -> None:
         (hg.Home([1, 2]), 3, "has 2 numbers, but the run has 3 ranks: give one number for each rank"),
         (hg.Home(copies=2), 1, "two copies on 1 rank: start more ranks"),
         (hg.Home(nodes=[0, 1]), 3, "nodes has 2 numbers"),
-        (hg.Home(buckets={"layer.7": [1, 1]}), 2, "no bucket 'layer.7': use one of embed, layer.0"),
+        (hg.Home(buckets={"layer.7": [1, 1]}), 2, "no parameter bucket 'layer.7': use one of embed, layer.0"),
     ],
 )
 def test_what_does_not_fit_the_world_or_the_model_is_refused(home: hg.Home, ranks: int, said: str) -> None:

@@ -93,7 +93,7 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     """Read this rank's weights, and all persistent buffers, from a directory.
 
     All ranks call this together. All headers are checked before any weight changes. If stored tensors are tied in the
-    model, they must be equal. Heads of other classes, and keys that transformers ignores, are not read.
+    model, they must be equal. Heads that the model does not have, and keys that `transformers` ignores, are not read.
 
     Raises:
         ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.

@@ -149,7 +149,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
 
 
 def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
-    """Return the members for which others wait, until they leave, accept or enter a generation."""
+    """Return the members that others wait for: each must leave, accept a generation, or enter it."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal

@@ -42,8 +42,8 @@ _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
 REMEDY = (
-    "use another tensor-parallel degree, or disable sequence parallelism and recomputation, and report a bug with the "
-    "model's config; check='off' trains with these graphs despite the difference"
+    "report this as a bug, with the model's config. Until it is fixed, use another tensor-parallel degree, or disable "
+    "sequence parallelism and recomputation; check='off' trains with these graphs despite the difference"
 )
 _ANEW = "write the folder again with hydragraph compile, and find out why its files changed"
 

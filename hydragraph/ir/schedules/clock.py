@@ -49,7 +49,7 @@ class Beat:
     """Times at which one stage runs a pipeline's micro-batches.
 
     Attributes:
-        arrives: time of the first micro-batch's forward on the previous stage; on the first stage, `forward`.
+        arrives: duration of the previous stage's forward of the first micro-batch; on the first stage, `forward`.
         every: time from one micro-batch to the next.
         pause: additional time between sets of `set` micro-batches.
     """

@@ -1,4 +1,4 @@
-"""Improvement of an assignment by its actual schedule (compiled).
+"""Improvement of an assignment, judged by the exact duration of its schedule (compiled by numba).
 
 Simulating a pipeline's schedule (`compiled_replay.replay`) is expensive, so only the pipeline that ends last is
 changed, and the first step that helps is taken.

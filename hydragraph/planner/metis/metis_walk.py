@@ -287,7 +287,7 @@ def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batche
 def memory_mb(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, bounds: Ints, demand: Floats
 ) -> bool:
-    """Write each stage's MB as Metis counts them; return whether all stages were measured.
+    """Write each stage's memory in MB, as Metis computes it, to `demand`; return whether all stages were measured.
 
     As in Metis, all stages use the measurements of rank 0's type, and a stage of mixed types divides its samples as if
     it had all devices. If memory is limited per rank, the type that needs the most memory counts.

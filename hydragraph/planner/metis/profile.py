@@ -83,7 +83,7 @@ class MetisProfile:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(
-                f"measurements have {sorted(depths)} layers: give one or more measurements of equally many layers"
+                f"measurements have {sorted(depths)} layers: give at least one, all with the same number of layers"
             )
 
     @cached_property
@@ -123,7 +123,7 @@ class MetisProfile:
         sequence: int | None = None,
         vocabulary: int | None = None,
     ) -> MetisProfile:
-        """Read files of measurements, or a folder of files named like Metis's.
+        """Read measurements from files, or from all files of a folder that are named as in Metis.
 
         Args:
             layers: number of layers of the model to read if a file has several models; default: the least.
