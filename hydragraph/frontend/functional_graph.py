@@ -82,8 +82,10 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     text = str(error)
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
-        remedy = "register this tensor with register_buffer (and its module in an nn.ModuleList), or create it in "
-        "forward with device=x.device"
+        remedy = (
+            "register this tensor with register_buffer (and its module in an nn.ModuleList), or create it in forward "
+            "with device=x.device"
+        )
         return Unsupported(f"it computes with {named}, which would stay on the CPU", where=where, remedy=remedy)
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (

@@ -290,7 +290,7 @@ def test_copies_are_on_the_nodes_of_the_cluster_and_cost_what_they_move() -> Non
     refused = [
         (hg.Home([1, 1, 0], copies=2), "all owners are on node 0"),
         (hg.Home([1, 1]), "the run has 3 ranks"),
-        (hg.Home(buckets={"layer.9": [1, 1, 1]}), r"no bucket 'layer\.9'"),
+        (hg.Home(buckets={"layer.9": [1, 1, 1]}), r"no parameter bucket 'layer\.9'"),
     ]
     for home, said in refused:
         with pytest.raises(ValueError, match=said):
