@@ -28,7 +28,7 @@ HOMES = {
     "twice, one node with most shares": hg.Home([3, 1, 1, 2], copies=2, nodes=[0, 0, 0, 1]),
 }
 ONE_OWNER = {"one owner": hg.Home([0, 0, 1, 0])}
-BF16 = [STRATEGIES[0], STRATEGIES[2]]
+BF16 = [STRATEGIES[0], STRATEGIES[2], "<[2,0]x2>"]
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

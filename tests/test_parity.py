@@ -167,6 +167,12 @@ def test_stages_that_offload_equal_to_the_bit_those_that_do_not() -> None:
         assert all(torch.equal(gradients[name], plain[name]) for name in plain), text
 
 
+@thorough
+@homes
+def test_offloading_with_every_feature_equals_one_device(model: str, options: dict[str, Any]) -> None:
+    check(model, ["2*<tp1,pp1>o", *OFFLOADED], **options)
+
+
 STREAMED = [
     "2*<tp1,pp1>w",  # pipelines share every exchange
     "<[0]x4w> + <[1]x4>",  # one of two pipelines
