@@ -66,7 +66,7 @@ FEW = 64
 STAGED = 2
 # Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
 NEAR = 0.005
-# Fraction of the deadline after which no work starts, and the fraction of the time until then for searches.
+# No work starts after SEARCHING of the deadline. Of the time until then, FINDING is for searches.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3

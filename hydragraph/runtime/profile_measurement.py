@@ -51,7 +51,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 UPDATED = (1 << 16, 1 << 21)  # sizes, in elements, of shards whose update is timed
 CHAIN = 4  # maximum blocks per measurement
-PRECISE = 0.01  # relative standard error at which measurements stop
+PRECISE = 0.01  # measurements stop at this relative standard error
 USABLE = 0.9  # fraction of memory that is usable despite fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, next

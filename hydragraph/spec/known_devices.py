@@ -9,6 +9,7 @@ from types import MappingProxyType
 UNKNOWN = 0.65
 # Bytes/s to pinned host memory over 16 PCIe lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
+_VARIANTS = {"laptop", "ti", "d", "super", "mig"}  # words of slower or faster variants in drivers' names
 _NEAR = 0.03  # maximum relative difference from a datasheet's peak and bandwidth
 
 
@@ -20,6 +21,7 @@ class Datasheet:
         reached: fraction of the peak that large matrix products reach; fitted to published runs for A100 and H100
             (`benchmarks/published_runs.py --fit`), otherwise assumed.
         published: whether predictions for this GPU were compared with published runs.
+        bfloat16: whether the peak also holds for bfloat16.
     """
 
     flops_per_s: float
@@ -28,6 +30,7 @@ class Datasheet:
     reached: float = UNKNOWN
     host_bytes_per_s: float = PCIE_4
     published: bool = False
+    bfloat16: bool = True
 
 
 KNOWN: Mapping[str, Datasheet] = MappingProxyType(
@@ -43,9 +46,9 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "h200": Datasheet(989e12, 141e9, 4.8e12, 0.615, host_bytes_per_s=PCIE_5),
         "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5),
         "a800": Datasheet(312e12, 80e9, 2.039e12, 0.795),
-        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published=True),
-        "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3),
-        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published=True),
+        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published=True, bfloat16=False),
+        "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, bfloat16=False),
+        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published=True, bfloat16=False),
         "l4": Datasheet(121e12, 24e9, 0.3e12, 0.4),
         "l40s": Datasheet(362e12, 48e9, 0.864e12),
         "a10": Datasheet(125e12, 24e9, 0.6e12),
@@ -70,6 +73,8 @@ def known(flops_per_s: float, memory_bytes_per_s: float) -> Datasheet | None:
 def sheet_of(gpu: str) -> Datasheet | None:
     """Return the datasheet of a GPU by its driver's name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
     words = set(gpu.lower().replace("-", " ").split())
+    if words & _VARIANTS:
+        return None
     # Drivers do not write "SXM" as a word. Of several matches, the one with most words is the most specific.
     matches = [name for name in KNOWN if set(name.split("-")) - {"sxm"} <= words]
     return KNOWN[max(matches, key=lambda name: len(words & set(name.split("-"))))] if matches else None

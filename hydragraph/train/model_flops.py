@@ -16,7 +16,7 @@ from hydragraph.spec.known_devices import sheet_of
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a GPU by its `torch.cuda` name; None if unknown, or if `dtype` is not bfloat16."""
     sheet = sheet_of(name)
-    return None if sheet is None or dtype is not torch.bfloat16 else sheet.flops_per_s
+    return sheet.flops_per_s if sheet is not None and sheet.bfloat16 and dtype is torch.bfloat16 else None
 
 
 def step_flops(program: Program, lengths: Sequence[int]) -> float:

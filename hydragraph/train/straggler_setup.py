@@ -30,7 +30,7 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return the controller, which assumes equal devices if there are no measured costs.
+    """Return the controller. Without measured costs, it assumes equal devices.
 
     Args:
         before: previous controller, whose measurements are reused.

@@ -27,7 +27,7 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
 
 @dataclass(frozen=True)
 class Fence:
-    """Condition under which this machine's ranks may continue, and a function that ends them."""
+    """Functions that decide whether this machine's ranks may continue, and that end them."""
 
     may_live: Callable[[LeaseView, float], bool]
     end: Callable[[], None]

@@ -165,7 +165,7 @@ def load_all(given: list[Given]) -> list[Loaded]:
 
 
 CASES = [(kind, form) for kind in KINDS for form in ("one", "several")] + [("llama", "bf16")]
-# What is transposed, what two names share, and what is merged from several tensors, which lie in several files.
+# Transposed weights, weights with two names, and weights merged from tensors in several files.
 KEPT = [("gpt2", "one"), ("gemma", "several"), ("mixtral", "several"), ("llama", "bf16")]
 
 

@@ -35,7 +35,7 @@ def _of_one_rank() -> Variants:
 
 
 def written_for_one_rank(folder: Path) -> None:
-    """Write a folder of the Llama that is captured once, for one rank: its graphs are compiled once, too."""
+    """Write a folder of the shared Llama for one rank; all folders share its graphs."""
     program, model = captured("llama")
     variants = _of_one_rank()
     save(folder, program, named_variants(variants, variants.strategies), model_record(model), ranks=1)
