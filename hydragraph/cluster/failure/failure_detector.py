@@ -24,16 +24,16 @@ ENDED = "its process has ended"
 
 @dataclass(frozen=True)
 class Seen:
-    """Observation of a rank; `ticks` is its CPU time in system ticks."""
+    """Observation of a rank; `switches` is how often a stopped process left a core."""
 
     state: ProcessState
     progress: RankProgress
-    ticks: int = 0
+    switches: int = 0
 
 
 def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
-    state, ticks = process.look()
-    return Seen(state, progress, ticks)
+    state, switches = process.look()
+    return Seen(state, progress, switches)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Judge:
         self._limit_s = stopped_s
         self._ended: dict[int, float] = {}  # seconds since the end of each rank's process
         self._stopped: dict[int, float] = {}
-        self._ticks: dict[int, int] = {}
+        self._switches: dict[int, int] = {}
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
@@ -66,9 +66,9 @@ class Judge:
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process that runs for 5 of every 100 ms looks stopped most of the time, but its CPU time grows.
-            still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
-            self._ticks[rank] = sighting.ticks
+            # A process that is stopped for 95 of every 100 ms may always look stopped, but it leaves a core each time.
+            still = self._switches.get(rank, sighting.switches) == sighting.switches
+            self._switches[rank] = sighting.switches
             if ended and sighting.progress.left:
                 self._left.add(rank)
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -47,23 +48,31 @@ class WatchedProcess:
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return the state and the CPU time in system ticks (0 if unknown)."""
+        """Return the state and, of a stopped process, how often it left a core (otherwise 0)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
         if status is None or (self.started and status[1] != self.started) or status[0] in _ENDED:
             return ProcessState.ENDED, 0
-        return (ProcessState.STOPPED if status[0] in _STOPPED else ProcessState.RUNNING), status[2]
+        return (ProcessState.STOPPED, _switches(self.pid)) if status[0] in _STOPPED else (ProcessState.RUNNING, 0)
 
 
-def _status(pid: int) -> tuple[str, int, int] | None:
-    """Return a process's state letter, start time, and CPU time in ticks, if it exists."""
+def _status(pid: int) -> tuple[str, int] | None:
+    """Return a process's state letter and start time, if it exists."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name, in parentheses, may contain any character
-    return fields[0], int(fields[19]), int(fields[11]) + int(fields[12])
+    return fields[0], int(fields[19])
+
+
+def _switches(pid: int) -> int:
+    """Return how often a process's main thread left a core; each stop counts, even if the process only waits."""
+    with suppress(OSError):
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    return 0
 
 
 def _exists(pid: int) -> ProcessState:

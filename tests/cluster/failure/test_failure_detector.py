@@ -57,9 +57,9 @@ def test_a_stopped_process_is_accused_after_its_time_and_a_pause_is_none() -> No
 
 def test_a_process_that_computes_between_stops_is_slow_and_not_stopped() -> None:
     judge = Judge(stopped_s=6.0)
-    for ticks in range(100):  # it is seen stopped every time, and has computed a little each second
-        assert looks(judge, {0: seen(), 1: replace(seen(STOPPED), ticks=ticks)}, 10) is None
-    accused = looks(judge, {0: seen(), 1: replace(seen(STOPPED), ticks=99)}, 60)
+    for switches in range(100):  # it is seen stopped every time, and has computed a little each second
+        assert looks(judge, {0: seen(), 1: replace(seen(STOPPED), switches=switches)}, 10) is None
+    accused = looks(judge, {0: seen(), 1: replace(seen(STOPPED), switches=99)}, 60)
     assert accused is not None
     assert accused.rank == 1
 

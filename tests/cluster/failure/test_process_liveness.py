@@ -37,23 +37,24 @@ def test_a_process_runs_is_stopped_goes_on_and_ends() -> None:
     assert process.state() is ProcessState.ENDED
 
 
-def test_a_stopped_process_does_not_run() -> None:
-    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+def test_a_process_that_is_stopped_again_and_again_counts_up_although_it_only_waits() -> None:
+    child = subprocess.Popen(["sleep", "60"])
     process = WatchedProcess.of(child.pid)
+    counts = []
     try:
-        for _ in range(500):
-            if process.look()[1] > 5:
-                break
-            time.sleep(0.01)
-        child.send_signal(signal.SIGSTOP)
-        assert eventually(process, ProcessState.STOPPED)
-        before = process.look()[1]
-        time.sleep(0.05)
-        assert process.look()[1] == before > 5
+        for _ in range(3):
+            child.send_signal(signal.SIGSTOP)
+            assert eventually(process, ProcessState.STOPPED)
+            counts.append(process.look()[1])
+            time.sleep(0.02)
+            assert process.look()[1] == counts[-1], "it stays stopped"
+            child.send_signal(signal.SIGCONT)
+            assert eventually(process, ProcessState.RUNNING)
+        assert counts == sorted(set(counts))
     finally:
         child.kill()
         child.wait()
-    assert WatchedProcess(child.pid).look()[1] == 0
+    assert process.look()[1] == 0
 
 
 def test_another_process_with_the_same_number_is_another() -> None:
