@@ -143,6 +143,9 @@ class Node:
     cards: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.type, str | int | float):
+            raise ValueError(f"type is {self.type!r}: give the name of a device type")
+        object.__setattr__(self, "type", str(self.type))  # YAML reads 4090 as a number
         for name in ("devices", "count", "cards"):
             object.__setattr__(self, name, _whole(name, _positive(name, getattr(self, name))))
         if self.cards > self.devices:
@@ -182,6 +185,7 @@ class Cluster:
     Attributes:
         within_node: link between ranks of one node; None if `nodes` is set.
         between_nodes: link between ranks of different nodes; None if `nodes` is set.
+        cards: each rank's network card in its node; empty: devices of a node share its cards in rank order.
     """
 
     devices: tuple[Device, ...]
@@ -189,9 +193,10 @@ class Cluster:
     between_nodes: Interconnect | None
     nodes: tuple[Node, ...] = ()
     pairs: tuple[Pair, ...] = ()
+    cards: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("devices", "nodes", "pairs"):
+        for name in ("devices", "nodes", "pairs", "cards"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.devices:
             raise ValueError("devices is empty: a cluster needs at least one device")
@@ -330,7 +335,7 @@ class Cluster:
         devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
         types = {device.type for device in devices}
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
-        return replace(self, devices=devices, pairs=pairs)
+        return replace(self, devices=devices, pairs=pairs, cards=tuple(self._cards[rank] for rank in ranks))
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
         same = self.of_ranks(ranks)
@@ -370,6 +375,8 @@ class Cluster:
 
     @cached_property
     def _cards(self) -> tuple[int, ...]:
+        if self.cards:
+            return self.cards
         seen: Counter[int] = Counter()
         cards = []
         for device in self.devices:

@@ -242,3 +242,25 @@ def test_some_of_its_devices_keep_their_types_and_links(tmp_path: Path) -> None:
     assert [node.type for node in other.nodes] == ["c", "a", "b"]
     unnamed = Cluster((replace(DEVICE, flops_per_s=1.0), DEVICE, DEVICE), FAST, SLOW)
     assert [unnamed.of_ranks([2, 1]).type_of(rank) for rank in range(2)] == ["other 1", "other 1"]
+
+
+def test_a_type_may_be_written_as_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    text = (
+        "types: {4090: {flops_per_s: 1e14, memory_bytes: 24e9, memory_bytes_per_s: 1e12}}\n"
+        "nodes: [{type: NAME, devices: 2, inner: {bytes_per_s: 2e10, latency_s: 1e-5}, "
+        "outer: {bytes_per_s: 1e9, latency_s: 1e-5}}]\n"
+    )
+    path.write_text(text.replace("NAME", "4090"))
+    assert Cluster.load(path).type_of(1) == "4090"
+    path.write_text(text.replace("NAME", "[4090]"))
+    with pytest.raises(ValueError, match=r"type is .*: give the name of a device type"):
+        Cluster.load(path)
+
+
+def test_devices_keep_their_cards_when_others_leave() -> None:
+    node = Node("a100-80gb", 8, FAST, SLOW, cards=2)
+    cluster = Cluster.of({}, (node,))
+    left = cluster.of_ranks([2, 3, 4, 5])
+    assert [left.card_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [left.of_ranks([3, 0]).card_of(rank) for rank in range(2)] == [1, 0]
