@@ -182,4 +182,7 @@ def _corrected(name: str, piece: BlockPiece, kind: StageKind, ahead: float, back
     one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))
     first, second = (curve if isinstance(curve, Constants) else curve.constants() for curve in (one, two))
     together = Constants.sum([(1, first), (1, second)])
-    return replace(piece, seconds=together, forward=one, backward=two)
+    sums = piece.reduced[0]
+    before = (*(ahead * s for s in piece.before_sums[:sums]), *(back * s for s in piece.before_sums[sums:]))
+    during = tuple(back * s for s in piece.during_sums)
+    return replace(piece, seconds=together, forward=one, backward=two, before_sums=before, during_sums=during)

@@ -149,6 +149,7 @@ class Costs(Pricing):
             self.sizes.itemsize,
             health=self.health,
             room=room,
+            push_itemsize=self.push_itemsize,
         )
 
     def pipeline(self, pipeline: Pipeline, schedule: str = DEFAULT_SCHEDULE, limit: int | None = None) -> PipelineCost:

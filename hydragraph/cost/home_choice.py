@@ -45,7 +45,7 @@ class HomeQuestion:
 
     Attributes:
         home: a home whose shares, nodes, copies and fixed buckets are kept.
-        itemsize: bytes of a pulled weight.
+        itemsize, push_itemsize: bytes of a pulled weight and of a pushed gradient.
         weights: frequency of each strategy; None: equal.
         health: slow ranks own less, and lost ranks own no state.
         room: number of elements that fit in each rank's memory; None: unlimited.
@@ -60,6 +60,7 @@ class HomeQuestion:
     weights: tuple[float, ...] | None = None
     health: Health = Health()  # noqa: RUF009
     room: tuple[float, ...] | None = None
+    push_itemsize: int = GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ class _Choice:
 
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:
-            sent.append((elements_sent(Op.PUSH, bucket, owners, stages, splits, self.ranks), GRADIENT_BYTES))
+            pushed = elements_sent(Op.PUSH, bucket, owners, stages, splits, self.ranks)
+            sent.append((pushed, self._question.push_itemsize))
             if self._question.home.copies > 1:
                 sent.append((handed_on(owners, self.ranks), GRADIENT_BYTES))
         return [transfers(elements, size, self._question.cluster) for elements, size in sent]

@@ -110,7 +110,7 @@ class LongestMicroBatch:
 
     def _unlike(self, stage: Stage) -> list[int]:
         costs = self._costs
-        kinds = {(costs.cluster.type_of(rank), costs.owned(rank)): rank for rank in reversed(stage.devices)}
+        kinds = {(costs.cluster.type_of(rank), self._left(rank)): rank for rank in reversed(stage.devices)}
         return list(kinds.values())
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:

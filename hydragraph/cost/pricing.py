@@ -193,13 +193,13 @@ class Pricing:
         backwards = []
         aux = []
         counts = Counter(self.profile.blocks[slice(*span)])
-        learning = self.profile.blocks[self.outline.lowest :]  # frozen blocks below run no backward
+        learning = Counter(self.profile.blocks[slice(*self._learning(span))])
         for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
             pieces = self.pieces(name, kind)
             curves = {t: pieces[t].parts(kind.recompute) for t in counts}
             forward: list[tuple[float, Curve]] = [(rate * n, curves[t][0]) for t, n in counts.items()]
             forwards.append(tuple(forward))
-            backwards.append(tuple((rate * n, curves[t][1]) for t, n in counts.items() if t in learning))
+            backwards.append(tuple((rate * n, curves[t][1]) for t, n in learning.items()))
             aux.append(((rate, pieces[AUX].forward_only),) if AUX in pieces else ())
         ahead = back = None
         if following is not None:
@@ -209,8 +209,12 @@ class Pricing:
 
     def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
         """Return how many hidden states are summed in forward and in backward; the curves exclude these sums."""
-        counts = [piece.reduced for piece in self._blocks(stage, span)]
-        return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
+        forward = sum(piece.reduced[0] for piece in self._blocks(stage, span))
+        return forward, sum(piece.reduced[1] for piece in self._blocks(stage, self._learning(span)))
+
+    def _learning(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Return the part of a span that runs a backward; frozen blocks below the first trained block run none."""
+        return max(span[0], self.outline.lowest), span[1]
 
     def _blocks(self, stage: Stage, span: tuple[int, int]) -> list[BlockPiece]:
         pieces = self.pieces(self.cluster.type_of(stage.devices[0]), stage.kind)
@@ -226,14 +230,16 @@ class Pricing:
         size = self.sizes.hidden_bytes
         link = self.slowest_link(stage.devices, size * RING_TOKENS / stage.tp)
         one = Ring(stage.tp, 1, size, link).token_seconds(1 / link.bytes_per_s)
+        learning = self._blocks(stage, self._learning(span))
         if not stage.kind.sums_in_pieces:
-            hidden = sum(min(one, product_s) for piece in self._blocks(stage, span) for product_s in piece.during_sums)
+            hidden = sum(min(one, product_s) for piece in learning for product_s in piece.during_sums)
             return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link, hidden)
         before: tuple[Counter[float], Counter[float]] = (Counter(), Counter())
         hidden = 0.0
         for piece in self._blocks(stage, span):
-            forward_s, backward_s = piece.before_sums[: piece.reduced[0]], piece.before_sums[piece.reduced[0] :]
-            before[0].update(forward_s)
+            before[0].update(piece.before_sums[: piece.reduced[0]])
+        for piece in learning:
+            backward_s = piece.before_sums[piece.reduced[0] :]
             before[1].update(backward_s)
             for product_s, during_s in zip_longest(backward_s, piece.during_sums, fillvalue=0.0):
                 hidden += min(one - min(one, product_s) * (1 - 1 / PIECES), during_s)

@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Literal, get_args
 
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.traffic_bytes import WEIGHT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.link import copy
@@ -73,8 +74,6 @@ CLIMBS = 3
 # Maximum number of candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
-# Bytes of a moved element: weight and AdamW's two moments in fp32.
-MOVED_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     for safety in SAFETIES:
         looked = ask(ordered, asked, safety=safety, market=market)
         short += looked.short
-        if looked.settled or not looked.short:
+        if any(math.isfinite(settled.seconds) for settled in looked.settled) or not looked.short:
             break
     if asked.ways and PUBLISHED not in asked.ways:  # other methods plan on all devices
         # Subsets of nodes get only the broadest search.
@@ -550,11 +549,12 @@ def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
         return 0
     nodes = [device.node for device in costs.cluster.devices]
     old, new = (HomeLayouts(home.on(nodes), costs.ranks) for home in (before, after))
-    moved_elements: dict[int, int] = {}
+    moved_elements: dict[object, int] = {}
     total = 0
     for bucket in costs.buckets:
-        if bucket.size not in moved_elements:
-            there = copy(old.of(bucket), new.of(bucket)).travelling
-            moved_elements[bucket.size] = int((there.hi - there.lo).sum())
-        total += MOVED_BYTES * moved_elements[bucket.size]
+        key = (bucket.size, old.of(bucket), new.of(bucket))
+        if key not in moved_elements:
+            there = copy(*key[1:]).travelling
+            moved_elements[key] = int((there.hi - there.lo).sum())
+        total += (costs.state_bytes if bucket.learns else WEIGHT_BYTES) * moved_elements[key]
     return total

@@ -14,7 +14,7 @@ from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.compiled_replay import AHEAD, replay, scratch_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.pricing import micro_batches_of
+from hydragraph.cost.pricing import micro_batches_of, ring_pairs
 from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.assignment.equal_sequences import stage_rows
@@ -188,9 +188,12 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
     for i, stage in enumerate(pipeline.stages):
         kinds = tuple((cluster.type_of(r), costs.rate(r)) for r in stage.devices)
         following = pipeline.stages[i + 1].devices if i + 1 < len(pipeline.stages) else ()
-        near = tuple(cluster.node_of(a) == cluster.node_of(b) for a, b in zip(stage.devices, following, strict=False))
+        hops = list(zip(stage.devices, following, strict=False))
+        near = tuple(cluster.node_of(a) == cluster.node_of(b) for a, b in hops)
+        ring = ring_pairs(stage.devices) if stage.tp > 1 else []
+        links = frozenset(cluster.link(*pair) for pair in ring), frozenset(cluster.link(*pair) for pair in hops)
         cards = tuple(cluster.card_of(r) for r in stage.devices)
-        stages.append((stage.layers, stage.kind, kinds, near, len(set(cards))))
+        stages.append((stage.layers, stage.kind, kinds, near, links, len(set(cards))))
     return pipeline.rows, tuple(stages)
 
 

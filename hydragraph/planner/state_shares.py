@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_choice import HomeQuestion, choose_home
 from hydragraph.spec.home import Home
@@ -83,10 +82,10 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
         link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
-        moved = replicas * elements * max(costs.sizes.itemsize, GRADIENT_BYTES) / link if several else 0.0
+        moved = replicas * elements * max(costs.sizes.itemsize, costs.push_itemsize) / link if several else 0.0
         update = costs.piece_profile(rank).update
         updating = update[1] * elements if update is not None else 0.0
-        seconds_by_rank.append(moved + rate * updating)
+        seconds_by_rank.append(moved + rate * updating if math.isfinite(rate) else math.inf)
     seconds = np.array(seconds_by_rank)
     return np.where(seconds > 0, seconds, 1.0)
 
@@ -192,6 +191,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
         costs.sizes.itemsize,
         health=costs.health,
         room=None if room is None else tuple(room),
+        push_itemsize=costs.push_itemsize,
     )
     return choose_home(asked)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 
-from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import nodes_of
@@ -146,7 +145,7 @@ def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) ->
         several = len({costs.cluster.node_of(rank) for stage in users for rank in stage.devices}) > 1
         for stage, times in zip(users, micro_batches, strict=True):
             pulls = 2 * times if stage.stream is True else 1
-            moved = (pulls * costs.sizes.itemsize * every + times * GRADIENT_BYTES * learning) / stage.tp
+            moved = (pulls * costs.sizes.itemsize * every + times * costs.push_itemsize * learning) / stage.tp
             node = costs.cluster.node(costs.cluster.node_of(stage.devices[0]))
             link = node.inner.bytes_per_s
             if several:

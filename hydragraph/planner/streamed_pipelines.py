@@ -63,10 +63,10 @@ def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
 
 def _strategies(costs: Costs) -> Iterator[Strategy]:
     for kind, groups in groups_by_kind(costs):
-        for depth in range(2, min(len(groups), costs.outline.layers) + 1):
-            count, rest = divmod(len(groups), depth)
-            if rest:
-                continue
+        depths = range(2, min(len(groups), costs.outline.layers) + 1)
+        # Groups stay idle only if no depth uses all of them.
+        for depth in [depth for depth in depths if len(groups) % depth == 0] or depths:
+            count = len(groups) // depth
             rows = [groups[first::count] for first in range(count)]
             layers = [_layers_by_memory(costs, row) for row in rows]
             for stream in (GRADIENTS, True):

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.accounts import TimeKind
-from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
@@ -33,7 +32,7 @@ def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
     gradients = np.zeros(len(costs.outline.blocks))
     for bucket in costs.buckets:
         weights[first[bucket.name]] += costs.sizes.itemsize * bucket.size
-        gradients[first[bucket.name]] += GRADIENT_BYTES * bucket.size * bucket.learns
+        gradients[first[bucket.name]] += costs.push_itemsize * bucket.size * bucket.learns
     return weights, gradients
 
 

@@ -111,7 +111,7 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
     exchange_seconds: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
     for bucket in costs.buckets:
         places = tuple(bisect(cuts, costs.outline.index[block]) for block in users[bucket.name])
-        key = (bucket.form, bucket.learns, places)
+        key = (bucket.form, bucket.learns, costs.home_of(bucket), places)
         if key not in slowest_by_form:
             moved = (work.moved(op, bucket.name) for op in (Op.PULL, Op.PUSH))
             slowest_by_form[key] = tuple(map(roads.slowest_s, (*moved, work.handed_on(bucket.name))))

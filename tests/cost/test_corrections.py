@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,16 @@ def test_a_profile_is_corrected_by_kind() -> None:
                 assert second.seconds([100, 7]) == pytest.approx(0.5 * two.seconds([100, 7]))
     assert after.update == (2e-5, 2e-9)
     assert after.commit_s == pytest.approx(1.5e-4)
+
+
+def test_products_beside_sums_are_corrected_too() -> None:
+    given = profile(4)
+    kind = StageKind(2)
+    piece = replace(given.pieces[kind]["layer"], reduced=(1, 1), during_sums=(2.0,), before_sums=(3.0, 5.0))
+    given = replace(given, pieces={kind: {**given.pieces[kind], "layer": piece}})
+    ratios = {(TimeKind.FORWARD, rank): 2.0 for rank in range(4)} | {
+        (TimeKind.BACKWARD, rank): 4.0 for rank in range(4)
+    }
+    found = corrected(given, learned(ratios, WINDOW), "").pieces[kind]["layer"]
+    assert found.before_sums == pytest.approx((6.0, 20.0))
+    assert found.during_sums == pytest.approx((8.0,))

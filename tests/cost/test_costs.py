@@ -457,3 +457,15 @@ def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:
         expected = times * (5e-5 + 2e-9 * found.owned(0))
         assert found.work(strategy, assignment).commit_s() == pytest.approx(expected)
     assert usual.work(strategy, assignment).commit_s() == pytest.approx(5e-5)
+
+
+def test_frozen_blocks_below_the_first_trained_block_run_no_backward() -> None:
+    given = profile(4, "fast")
+    sizes = given.model_sizes
+    assert sizes is not None
+    buckets = tuple(replace(bucket, learns=bucket.name in ("layer.1", "head")) for bucket in sizes.buckets)
+    costs = Costs(replace(given, sizes=replace(sizes, buckets=buckets)), cluster(1))
+    (stage,) = costs.stages(Strategy.parse("<tp1,pp1>", 4).pipelines[0])
+    # Layer 0 is below; layers 2 and 3, though frozen, pass gradients on to layer 1.
+    assert [times for times, _ in stage.forward[0]] == [1, 4, 1]
+    assert [times for times, _ in stage.backward[0]] == [3, 1]

@@ -152,6 +152,16 @@ def test_what_runs_goes_on_where_plans_are_nearly_equal() -> None:
     assert after.seconds <= free.seconds * 1.021
 
 
+def test_moved_bytes_are_counted_for_each_bucket() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    before, layers = hg.Home((1, 0)), [bucket for bucket in costs.buckets if bucket.size == 1000]
+    for moved in ([layers[0]], layers[1:], layers):
+        after = hg.Home((1, 0), buckets={bucket.name: (0.0, 1.0) for bucket in moved})
+        assert moved_bytes(costs, before, after) == 12 * 1000 * len(moved)
+    sgd = Costs(costs.profile, costs.cluster, state_bytes=4)
+    assert moved_bytes(sgd, before, hg.Home((0, 1))) == 4 * sum(bucket.size for bucket in costs.buckets)
+
+
 def test_varying_lengths_get_candidates_that_take_the_longest() -> None:
     costs = priced.costs(6, priced.mixed(), hg.Health({3: 2.0}))
     workload = hg.Workload(lengths=[[3000, *[200] * 12], [400] * 20])

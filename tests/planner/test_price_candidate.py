@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,9 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import batch_bytes
-from hydragraph.planner.price_candidate import Ends, needs, owners_by_block
+from hydragraph.planner.price_candidate import Ends, form_of, needs, owners_by_block
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
 
@@ -74,3 +77,12 @@ def test_memory_with_owners_by_block_is_that_of_the_whole_iteration(
     assert all(a >= b * (1 - ROUNDED) for a, b in zip(memory, walked, strict=True))
     if min(counts) > 8:
         assert memory == pytest.approx(walked, rel=10 * ROUNDED)
+
+
+def test_pipelines_on_nodes_with_other_links_have_other_forms() -> None:
+    fast = Node("fast", 2, priced.FAST, priced.SLOW)
+    nodes = (fast, replace(fast, inner=Interconnect(1e9, 1e-6)), fast)
+    costs = priced.costs(4, Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, nodes))
+    strategy = Strategy.parse("<[0,1]x4> + <[2,3]x4> + <[4,5]x4>", 4)
+    one, slow, same = (form_of(costs, pipeline) for pipeline in strategy.pipelines)
+    assert one == same != slow

@@ -30,6 +30,7 @@ TYPES = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 
     st.sampled_from([1, 2]),
     st.sampled_from([None, 1e6, 1e9]),
     st.sampled_from([1.0, 0.3, 2.0]),
+    st.sampled_from([4, 2]),
 )
 def test_no_iteration_ends_before_whoever_owns_the_state(
     text: str,
@@ -39,6 +40,7 @@ def test_no_iteration_ends_before_whoever_owns_the_state(
     copies: int,
     pair: float | None,
     factor: float,
+    push_itemsize: int,
 ) -> None:
     every = (
         Node("fast" if n > 1 else "slow", n, priced.FAST, Interconnect(link, 1e-6), cards=min(2, n))
@@ -53,7 +55,13 @@ def test_no_iteration_ends_before_whoever_owns_the_state(
     costs = priced.costs(6, Cluster.of(types, machines, direct), elements=100_000, home=given_home)
     measured = {(kind, rank): (factor,) * 8 for kind in (TimeKind.PULL, TimeKind.PUSH) for rank in range(4)}
     named = tuple(costs.cluster.type_of(rank) for rank in range(4))
-    costs = Costs(costs.profile, costs.cluster, home=given_home, corrections=Corrections(named, measured))
+    costs = Costs(
+        costs.profile,
+        costs.cluster,
+        home=given_home,
+        corrections=Corrections(named, measured),
+        push_itemsize=push_itemsize,
+    )
     strategy = hg.Strategy.parse(text, 6)
     assignment = hg.Assignment.even([1] * len(strategy.pipelines), [700] * len(strategy.pipelines))
     assert Cards(costs).least_s(strategy) <= costs.simulate(strategy, assignment).seconds * (1 + 1e-9)
