@@ -158,9 +158,15 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
         for tier, ranks in reach.items():
             if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
-                for kept, shelf_pieces in pieces.held(tier).items():
+                try:
+                    held = pieces.held(tier)
+                except Exception as error:  # drivers of fsspec raise their own kinds
+                    _LOG.warning("%s: cannot list the pieces in %s: %s", _WHAT, tier.name.lower(), error)
+                    continue
+                for kept, shelf_pieces in held.items():
                     readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
-                    by_checkpoint.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
+                    if (tier, kept, None) not in without:
+                        by_checkpoint.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
         return by_checkpoint
 
     everything: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
@@ -173,9 +179,20 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
 def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
     place = min(found.places, key=lambda each: (each.tier, each.ranks))
     leader = place.ranks[0]
-    reads = groups.world.rank == leader
-    data = together(groups, _WHAT, lambda: pieces.common(place.tier, found.kept) if reads else b"")
-    return cast(Mapping[str, Any], decoded(data[leader]))
+
+    def read() -> bytes:
+        if groups.world.rank != leader:
+            return b""
+        try:
+            data = pieces.common(place.tier, found.kept)
+            decoded(data)
+        except Exception as error:  # torch raises many kinds of errors for damaged files
+            pieces.unreadable.add((place.tier, found.kept, None))
+            where = place.tier.name.lower()
+            raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error
+        return data
+
+    return cast(Mapping[str, Any], decoded(together(groups, _WHAT, read)[leader]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +224,7 @@ class _PieceReader:
         try:
             file = self.pieces.reader(fetch.tier, self.kept, piece, whole)
             parts = [file.read(name, column, lo, hi, dtype) for name, lo, hi, column, dtype in self.spans(fetch)]
-        except (OSError, KeyError, ValueError) as error:
+        except Exception as error:  # drivers of fsspec raise their own kinds
             self.pieces.unreadable.add((fetch.tier, self.kept, piece))
             raise ValueError(
                 f"{_WHAT}: elements [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self.kept.step}, from "

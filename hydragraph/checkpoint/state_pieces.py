@@ -36,6 +36,7 @@ _STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
+_BLOCK = 1 << 20  # bytes per checksum
 _HEAD = 8  # bytes of the field with the header's length
 
 
@@ -212,7 +213,7 @@ class Pieces:
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: Kept | None = None
-        self.unreadable: set[tuple[Tier, Kept, StatePiece]] = set()
+        self.unreadable: set[tuple[Tier, Kept, StatePiece | None]] = set()  # None: the file of common data
         self._keep = keep
         self._run = run
         self._preparing: threading.Thread | None = None
@@ -373,7 +374,7 @@ class PieceFile:
             header = json.loads(self._shelf.get(name, _HEAD, self._start))
             notes = header.pop("__metadata__")
             self._first: dict[str, int] = json.loads(notes["first"])
-            self._sums: dict[str, int] = json.loads(notes["crc32"])
+            self._sums: dict[str, list[int]] = {key: [*sums] for key, sums in json.loads(notes["crc32"]).items()}
             self._spans: dict[str, tuple[int, int]] = {key: about["data_offsets"] for key, about in header.items()}
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
@@ -382,18 +383,22 @@ class PieceFile:
         """Return elements [lo, hi) of a parameter's column, 1-D, on the CPU.
 
         Raises:
-            ValueError: the file is truncated, or a checksum is wrong (checked only if a whole column is read).
+            ValueError: the file is truncated, or a checksum is wrong.
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]
         first = self._first[parameter]
-        low, high = begin + (lo - first) * dtype.itemsize, begin + (hi - first) * dtype.itemsize
-        data = bytearray(self._shelf.get(self._name, self._start + low, self._start + high))
-        if len(data) != high - low or not begin <= low <= high <= end:
+        low, high = (lo - first) * dtype.itemsize, (hi - first) * dtype.itemsize
+        if not 0 <= low <= high <= end - begin:
             raise self._damaged(f"{key} is truncated")
-        if (low, high) == (begin, end) and crc32(data) != self._sums[key]:
+        block, past = low // _BLOCK, -(-high // _BLOCK)  # whole blocks are read, because each has a checksum
+        start, stop = block * _BLOCK, min(past * _BLOCK, end - begin)
+        data = bytearray(self._shelf.get(self._name, self._start + begin + start, self._start + begin + stop))
+        if len(data) != stop - start:
+            raise self._damaged(f"{key} is truncated")
+        if checksums(data) != self._sums[key][block:past]:
             raise self._damaged(f"{key} has a wrong checksum")
-        return torch.frombuffer(data, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype, count=hi - lo, offset=low - start)
 
     def _damaged(self, how: str) -> ValueError:
         return ValueError(f"checkpoint piece {self._name} is damaged ({how})")
@@ -414,7 +419,7 @@ class PieceCopy:
     def encoded(self) -> bytes:
         from safetensors.torch import save
 
-        sums = {key: crc32(values.view(torch.uint8).numpy().data) for key, values in self.tensors.items()}
+        sums = {key: checksums(values.view(torch.uint8).numpy().data) for key, values in self.tensors.items()}
         return save(dict(self.tensors), {"first": json.dumps(dict(self.firsts)), "crc32": json.dumps(sums)})
 
 
@@ -434,6 +439,10 @@ def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> li
                     tensors[f"{name}|{column}"] = values.to("cpu", copy=True)
             parts.append(PieceCopy(StatePiece(bucket.name, lo, hi), tensors, firsts))
     return parts
+
+
+def checksums(data: bytearray | memoryview) -> list[int]:
+    return [crc32(data[at : at + _BLOCK]) for at in range(0, len(data), _BLOCK)]
 
 
 def _name(kept: Kept, piece: StatePiece) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,7 +16,7 @@ import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
 from hydragraph.checkpoint.piece_recovery import Recovered, recover
 from hydragraph.checkpoint.piece_sources import Tier
-from hydragraph.checkpoint.state_pieces import Kept, Pieces
+from hydragraph.checkpoint.state_pieces import Kept, MemoryShelf, Pieces
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World, join
 from hydragraph.ir.home_layout import HomeLayouts
@@ -154,3 +154,38 @@ def test_damaged_pieces_are_replaced_by_other_copies_or_an_earlier_step(tmp_path
     assert [[step for _, step, _ in ranks] for ranks in found] == [[4, 3]] * 2
     assert all(same for ranks in found for same, _, _ in ranks)
     assert all(ranks[0][2] > 0 for ranks in found), "what is damaged on the disk comes from the store"
+
+
+class Unreachable(MemoryShelf):
+    """Storage behind a network that is down; drivers raise errors of their own."""
+
+    def names(self) -> Iterable[str]:
+        raise LookupError("no route to host")
+
+
+def without_one_place(folder: Path) -> list[tuple[bool, int, dict[Tier, int]]]:
+    """The store cannot be reached; then the disks' common data is damaged; then the store's too."""
+    world = replace(join("cpu"), node=f"node {join('cpu').rank}")
+    groups = groups_of(world)
+    for step in (3, 4):
+        kept(world, folder, step)
+    seen = []
+    for damaged in (None, Tier.DISK, Tier.STORE):
+        groups.gather(None)
+        again = Pieces(False, folder / f"disk {world.node}", f"file://{folder}/store")
+        if damaged is None:
+            again.shelves[Tier.STORE] = Unreachable()
+        elif damaged is Tier.DISK or world.rank == 0:
+            again.shelves[damaged].put(f"step-4.{SERIES}/common.pt", b"PK torn")
+        groups.gather(None)
+        same, found = read(world, again, groups, EQUAL)
+        seen.append((same, found.kept.step, dict(found.read)))
+    groups.close()
+    return seen
+
+
+def test_an_unreachable_store_or_damaged_common_data_do_not_end_a_recovery(tmp_path: Path) -> None:
+    for ranks in hg.launch(without_one_place, 2, tmp_path, timeout=timedelta(seconds=60)):
+        assert [(same, step) for same, step, _ in ranks] == [(True, 4), (True, 4), (True, 3)]
+        assert ranks[0][2][Tier.STORE] == 0 < ranks[0][2][Tier.DISK]
+        assert ranks[1][2][Tier.STORE] > 0

@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from hydragraph.checkpoint import state_pieces
 from hydragraph.checkpoint.piece_sources import StatePiece, Tier
-from hydragraph.checkpoint.state_pieces import DiskShelf, Kept, MemoryShelf, Pieces, Shelf, StoreShelf, copied
+from hydragraph.checkpoint.state_pieces import (
+    DiskShelf,
+    Kept,
+    MemoryShelf,
+    PieceCopy,
+    PieceFile,
+    Pieces,
+    Shelf,
+    StoreShelf,
+    copied,
+)
 from hydragraph.runtime.state_movement import OwnedState
 from tests.runtime.homes import ALONE, MODEL, trained
 
@@ -46,6 +57,23 @@ def test_a_shelf_gives_back_what_it_was_given(kind: str, tmp_path: Path) -> None
     assert list(place.names()) == ["step-2.-a1/c"]
     with pytest.raises(FileNotFoundError):
         place.get("step-1.-a1/a%2Fb/0-8.safetensors")
+
+
+def test_a_part_of_a_large_piece_is_read_with_its_blocks_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_pieces, "_BLOCK", 16)
+    tensor = torch.arange(50, dtype=torch.float32)
+    data = PieceCopy(StatePiece("b", 10, 60), {"p|weight": tensor}, {"p": 10}).encoded()
+    shelf = MemoryShelf({"f": data})
+    for lo, hi in ((10, 60), (10, 11), (13, 14), (13, 19), (14, 18), (59, 60)):
+        assert torch.equal(
+            PieceFile(shelf, "f", False).read("p", "weight", lo, hi, torch.float32), tensor[lo - 10 : hi - 10]
+        )
+    shelf.put("f", data[:-60] + b"\1" + data[-59:])  # in block 8, elements 42 to 45
+    PieceFile(shelf, "f", False).read("p", "weight", 10, 42, torch.float32)
+    with pytest.raises(ValueError, match=r"p\|weight has a wrong checksum"):
+        PieceFile(shelf, "f", False).read("p", "weight", 44, 46, torch.float32)
+    with pytest.raises(ValueError, match=r"p\|weight is truncated"):
+        PieceFile(shelf, "f", False).read("p", "weight", 59, 61, torch.float32)
 
 
 @pytest.mark.parametrize("tier", Tier)
