@@ -90,6 +90,8 @@ def test_a_module_of_ones_own_keeps_its_names_and_a_loop_must_end_before_the_nex
     assert torch.equal(rest["scale"], torch.tensor([1, 2]))
     torch.testing.assert_close(rest["embed.weight"].float(), state["embed.weight"], rtol=1e-3, atol=1e-4)
     exe.step(sequences([9]))
+    exe.weights()  # a loop that is discarded before it begins
+    exe.step(sequences([9]))
     with pytest.raises(ValueError, match=r"weights: to=\(1,\) must list different ranks from 0 to 0"):
         exe.weights(to=(1,))
     with pytest.raises(ValueError, match=r"dtype torch.int8 is not a floating dtype"):

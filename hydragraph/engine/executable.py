@@ -282,6 +282,7 @@ class Executable(Membership):
         weights = PublishedWeights(self._compiled, self._session, dtype)
         self._holding.begin()
         pieces = self._weights(weights, to)
+        next(pieces)  # only a generator that has begun takes part in the remaining transfers when it is discarded
         if self.rank not in to:
             return iter(list(pieces))  # this rank also takes part, although its loop is empty
         self._restricted = Restriction(
@@ -397,8 +398,7 @@ class Executable(Membership):
         self._stop_handover()
         brought = read(self._session, path)
         self._holding.loaded()
-        for name, buffer in brought.buffers.items():
-            self._session.buffers[name].copy_(buffer)
+        self._take_buffers(brought)
         return dict(brought.extra)
 
     @collective("load_pretrained")
@@ -457,10 +457,11 @@ class Executable(Membership):
     # Implementation.
 
     def _weights(self, weights: PublishedWeights, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights bucket by bucket; gather the remaining buckets even if the caller stops early."""
+        """Yield an empty entry, then the weights bucket by bucket; gather the rest even if the caller stops early."""
         groups = self.groups
         buckets = weights.buckets(to)
         try:
+            yield "", torch.empty(0)
             while True:
                 with own_modes("weights"), self._watch.calling("weights"):
                     tensors = next(buckets, None)
@@ -470,8 +471,8 @@ class Executable(Membership):
             if self.rank in to:
                 yield from weights.published(weights.buffers).items()
         finally:
+            self._restricted = None
             if not groups.closed:
                 with own_modes("weights"), self._watch.calling("weights"):
                     for _ in buckets:
                         pass
-                self._restricted = None

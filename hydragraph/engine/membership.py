@@ -29,10 +29,11 @@ from hydragraph.engine.collective_call import collective
 from hydragraph.engine.compiled_model import CompiledModel, ExecutableOptions, of_least_cut
 from hydragraph.engine.iterations import IterationRunner
 from hydragraph.engine.session import Session
-from hydragraph.engine.state_transfer import Moved, Restore, bring
+from hydragraph.engine.state_transfer import Brought, Moved, Restore, bring
 from hydragraph.engine.state_transition import Holding
 from hydragraph.engine.strategy_history import Past
 from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.engine.weight_export import persistent_buffers
 from hydragraph.errors import RankFailure
 from hydragraph.ir.program import Program
 from hydragraph.private.torch_modes import own_modes
@@ -244,10 +245,12 @@ class Membership(IterationRunner):
             ending = holding.held if stays else None
             session = self._begin_session(world, home, log=log, ending=ending)
             holding.expect(session)
-            brought = bring(session, holding.held if counts else None, meeting, restore)
+            own_buffers = persistent_buffers(self._compiled, session)
+            brought = bring(session, holding.held if counts else None, meeting, restore, own_buffers)
             holding.arrived(meeting.generation + 1)
             session.groups.gather(None)
             holding.take()
+            self._take_buffers(brought)
             self._choose(chosen)
         step = self.steps
         seconds = time.perf_counter() - began
@@ -276,6 +279,10 @@ class Membership(IterationRunner):
             ending.world, chosen, log=ProgressLog(ending.log.progress), ending=ending, agreed_before=True
         )
         self._holding.hand_over(arriving)
+
+    def _take_buffers(self, brought: Brought) -> None:
+        for name, buffer in brought.buffers.items():
+            self._compiled.buffers[name].copy_(buffer)
 
     def _stop_handover(self) -> None:
         self._holding.stop_handover(self._watch.broken)

@@ -58,7 +58,8 @@ class Brought:
     """Result of filling a session.
 
     Attributes:
-        restored: whether `extra` and `buffers` come from a checkpoint.
+        restored: whether `extra` comes from a checkpoint.
+        buffers: persistent buffers, from a checkpoint or, if a rank joins, from a rank that has them.
         received: bytes received from other ranks.
     """
 
@@ -108,11 +109,18 @@ class _Places:
     new_series: str
 
 
-def bring(session: Session, old: Session | None, meeting: AgreedState, restore: Restore | None) -> Brought:
+def bring(
+    session: Session,
+    old: Session | None,
+    meeting: AgreedState,
+    restore: Restore | None,
+    buffers: Mapping[str, Tensor],
+) -> Brought:
     """Fill a new session's state without changing the old state; all ranks must call this.
 
     Args:
         old: this rank's old session, or None if it has no valid state.
+        buffers: this rank's persistent buffers.
 
     Raises:
         ValueError: a part of the state is lost, and no checkpoint is given; raised on all ranks.
@@ -121,12 +129,15 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
     rank = session.world.rank
     own = OwnedState.of(old.home, old.optimizer) if old is not None and meeting.before[rank] is not None else None
 
-    def told() -> tuple[dict[str, object], dict[str, object] | None, str]:
-        if own is None or old is None:
-            return {}, None, session.world.node
-        return dict(own.columns), plain_state(old.home, old.optimizer), session.world.node
+    tells = None in meeting.before and rank == meeting.leader
 
-    columns, plains, hosts = zip(*together(groups, _WHAT, told), strict=True)
+    def told() -> tuple[dict[str, object], dict[str, object] | None, str, Mapping[str, Tensor]]:
+        own_buffers = buffers if tells else {}
+        if own is None or old is None:
+            return {}, None, session.world.node, own_buffers
+        return dict(own.columns), plain_state(old.home, old.optimizer), session.world.node, own_buffers
+
+    columns, plains, hosts, told_buffers = zip(*together(groups, _WHAT, told), strict=True)
     nodes = [hosts.index(host) for host in hosts]
     there = HomeLayouts(meeting.home, meeting.ranks).by_name(session.program.buckets)
     source = {name: layout.renamed(meeting.before, nodes) for name, layout in there.items()}
@@ -147,7 +158,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
         plain = merged([Plain(**part) for part in parts])
         optimizer = session.optimizer
         together(groups, _WHAT, lambda: restore_optimizer(_WHAT, session.home, optimizer, plain, arriving.states))
-    return Brought(False, received)
+    return Brought(False, received, buffers=told_buffers[meeting.leader or 0])
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
@@ -198,7 +209,7 @@ def read(session: Session, restore: Restore) -> Brought:
 def _steps_of(path: Path) -> int:
     try:
         return save_and_load.read_steps(path)
-    except (ValueError, OSError):
+    except Exception:  # torch raises many kinds of errors for damaged files
         return -1
 
 

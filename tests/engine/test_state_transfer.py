@@ -17,6 +17,7 @@ from hydragraph.engine import membership
 from hydragraph.engine.state_transfer import Moved
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.train.stragglers.reshard_plan import received, stages
+from tests.checkpoint.test_standalone_reader import Scaled
 from tests.generations import regroup
 from tests.models import llama, sequences
 from tests.ready import Ready
@@ -389,3 +390,27 @@ def test_a_move_that_is_cut_off_is_repeated(prepared: Ready, long: list[list[flo
     assert first == [(0, "RankFailure"), (0, "RankFailure"), (0, "StruckError"), (0, "RankFailure")]
     second = [outcomes[1] for _, outcomes in found]
     assert second == [(2, "RankFailure"), (1, "StruckError"), (2, "RankFailure"), (2, "RankFailure")]
+
+
+def joined_with_another_buffer() -> float:
+    def ready(scale: float, joining: bool) -> hg.Executable:
+        return hg.compile(
+            Scaled(scale), "2*<tp1,pp1>", home=TWICE, check="off", backend="eager", device="cpu", joining=joining
+        )
+
+    exe = ready(4.5, joining=False)
+    rank = exe.rank
+    exe.leave()
+    if rank:
+        exe = ready(0.0, joining=True)
+    world = regroup(1, range(2))
+    assert world is not None
+    exe.move(world, TWICE, [0, None])
+    exe.evaluate(batch(0))
+    scale = float(exe._session.buffers["scale"])
+    exe.close()
+    return scale
+
+
+def test_a_joining_rank_gets_persistent_buffers() -> None:
+    assert hg.launch(joined_with_another_buffer, 2, timeout=LIMIT) == [4.5, 4.5]
