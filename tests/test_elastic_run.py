@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -50,8 +51,8 @@ def written(folder: Path, **changed: Any) -> Path:
     return path
 
 
-def started(path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "hydragraph", "train", str(path), "--overwrite"]
+def started(path: Path, begin: str = "--overwrite") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hydragraph", "train", str(path), begin]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
@@ -238,6 +239,25 @@ def test_a_truncated_checkpoint_is_passed_over_if_state_is_lost(tmp_path: Path) 
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
+
+
+@thorough
+def test_changed_settings_of_a_resumed_run_stay_changed_if_state_is_lost(tmp_path: Path) -> None:
+    path = written(tmp_path, elastic={"min_ranks": 1, "rejoin": False}, steps=10)
+    started(path).communicate(timeout=LIMIT_S)
+    path.write_text(
+        yaml.safe_dump(yaml.safe_load(path.read_text()) | {"steps": 40, "optimizer": {"weight_decay": 0.3}})
+    )
+    process = started(path, "--resume")
+    run = tmp_path / "run"
+    wait_for_step(run, 13)
+    os.kill(ranks(run)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert any("state was lost" in event.why for event in read_events(run / "events.jsonl")), said
+    saved = (run / "checkpoints/step-00000040/__0_0.distcp").read_bytes()
+    assert b"weight_decay" in saved
+    assert pickle.dumps(0.3, 2)[2:-1] in saved
 
 
 @thorough

@@ -21,7 +21,13 @@ from hydragraph.spec.health import Health
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.run_saving import checkpoint, forget_unsaved, saves_after
+from hydragraph.train.run_saving import (
+    checkpoint,
+    forget_unsaved,
+    hyperparameters,
+    saves_after,
+    set_hyperparameters,
+)
 from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.step_reporting import log_step, open_log, tell
 from hydragraph.train.straggler_file import read_slow
@@ -47,6 +53,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         last = folder.last_whole()
         return None if last is None else last.path
 
+    settings = hyperparameters(executor) if state.done >= 0 else None
     survived = meet_again(executor, failure, newest, _soon(config), _known_rates(run, state), run.pieces)
     forget_unsaved(run)
     world = executor.world
@@ -58,6 +65,9 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
     state.untold.append((survived, before))
     with world.calling("continue"):
+        own_settings = next((known for known in world.gather(settings) if known is not None), None)
+        if survived.restored is not None and own_settings is not None:
+            set_hyperparameters(executor, own_settings)  # those of the config, not of the checkpoint
         if world.rank == 0:
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from hydragraph.checkpoint.folder import complete, prune
@@ -45,8 +44,10 @@ def load(
     """
     while True:
         try:
-            with _settings_kept(executor.optimizer):
-                return last, executor.load(last.path if pieces is None else (pieces, last.path))
+            settings = hyperparameters(executor)
+            extra = executor.load(last.path if pieces is None else (pieces, last.path))
+            set_hyperparameters(executor, settings)  # those of the config, not of the checkpoint
+            return last, extra
         except ValueError as error:  # may be Damaged on only some ranks
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
@@ -60,13 +61,15 @@ def load(
             leader.note(f"a DAMAGED checkpoint was renamed: {reason}; trying {last.path}")
 
 
-@contextmanager
-def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Restore the config's hyperparameters after the block, which replaces them by a checkpoint's."""
+def hyperparameters(executor: Executable) -> list[dict[str, Any]]:
+    optimizer = executor.optimizer
     assert optimizer is not None, "a training run has an optimizer"
-    settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
-    yield
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
+    return [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+
+
+def set_hyperparameters(executor: Executable, settings: Sequence[Mapping[str, Any]]) -> None:
+    assert executor.optimizer is not None, "a training run has an optimizer"
+    for group, own in zip(executor.optimizer.param_groups, settings, strict=True):
         group.update(own)
 
 
