@@ -198,7 +198,10 @@ def _move(
             }
             profile = profile.changed(health=Health(slow))
         strategies = strategies_for(exe, world, home, profile, past, seats)
-        saved = next((checkpoint for checkpoint in world.gather(newest()) if checkpoint is not None), None)
+        sources = world.gather((newest(), pieces is not None))
+        saved = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
+        if pieces is None and any(has_pieces for _, has_pieces in sources):
+            pieces = Pieces()  # empty: this rank reads what others have
     restore: Restore | None = saved
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
@@ -293,10 +296,15 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
         leaving: ranks that must not own state.
     """
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
+    nodes = None
+    if wanted.nodes is not None and max(seats) < len(wanted.nodes):
+        nodes = [wanted.nodes[seat] for seat in seats]
+        if len({node for rank, node in enumerate(nodes) if rank not in leaving}) < copies:
+            nodes = None
     if not leaving and wanted.shares is None and not wanted.buckets:
-        return Home(copies=copies, rule=wanted.rule)
+        return Home(copies=copies, nodes=nodes, rule=wanted.rule)
     bucket_shares = {name: _shares(shares, seats, leaving) for name, shares in wanted.buckets.items()}
-    return Home(_shares(wanted.shares, seats, leaving), copies, bucket_shares, rule=wanted.rule)
+    return Home(_shares(wanted.shares, seats, leaving), copies, bucket_shares, nodes, rule=wanted.rule)
 
 
 def _shares(wanted: Sequence[float] | None, seats: Sequence[int], leaving: Sequence[int]) -> tuple[float, ...]:

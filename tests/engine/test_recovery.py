@@ -354,5 +354,9 @@ def test_homes_of_other_ranks() -> None:
     assert home_for(hg.Home(copies=2), [3]) == hg.Home()
     assert home_for(hg.Home(shares=[3, 3, 1, 0]), [0, 2, 3]).shares == (3.0, 1.0, 0.0)
     assert home_for(hg.Home(shares=[3, 1]), [0, 5]).shares == (3.0, 2.0)
+    domains = hg.Home(copies=2, nodes=[0, 0, 1, 1])
+    assert home_for(domains, [0, 2, 3]) == hg.Home(copies=2, nodes=[0, 1, 1])
+    assert home_for(domains, [2, 3]) == home_for(domains, [0, 2, 4]) == hg.Home(copies=2)
+    assert home_for(domains, [0, 1, 2], leaving=[2]).nodes is None
     assert home_for(hg.Home(), [0, 1, 2], leaving=[1]).shares == (1.0, 0.0, 1.0)
     assert home_for(hg.Home(shares=[0, 1]), [0, 1], leaving=[1]).shares == (1.0, 0.0)
