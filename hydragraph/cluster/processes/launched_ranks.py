@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing.connection
 import os
 import signal
@@ -50,6 +51,8 @@ _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
 
 GUARD = 'call launch under `if __name__ == "__main__":`'
+
+_LOG = logging.getLogger(__name__)
 
 Context = ForkServerContext | SpawnContext
 
@@ -148,7 +151,15 @@ def forget(member: RankHandle) -> None:
     if member.process.is_alive():
         member.process.kill()
     member.connection.close()
-    member.process.join()
+    _close(member)
+
+
+def _close(member: RankHandle) -> None:
+    member.process.join(_EXIT_S)
+    if member.process.is_alive():  # in a system call that no signal ends, for example of a GPU's driver
+        _LOG.warning("process %s was killed but has not ended", member.process.pid)
+    else:
+        member.process.close()
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
@@ -321,5 +332,4 @@ def dismiss(crew: Sequence[RankHandle]) -> None:
         member.process.join(max(0.0, deadline - time.monotonic()))
         if member.process.is_alive():
             member.process.kill()
-            member.process.join()
-        member.process.close()
+        _close(member)

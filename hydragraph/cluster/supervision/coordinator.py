@@ -452,7 +452,8 @@ class Hub:
                 outcome = message.outcome
                 if isinstance(outcome, Raised | Died):  # the machines' clocks differ
                     outcome = replace(outcome, when=time.monotonic())
-                post.processes[message.number].ended(outcome)
+                if message.number in post.processes:  # after a lost connection, they belong to the previous one
+                    post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
             elif isinstance(message, ProbeAddress):

@@ -248,7 +248,8 @@ class Supervisor:
         """Save the state that the next leader needs, before any member can act on it."""
         if self._election is not None:
             members = {self._next - 1, *(member.rank for member in self._live())}
-            nodes = {self._node(self._seats[member]) for member in members}
+            # A new leader does not know the seat of a member that was lost with the previous leader.
+            nodes = {self._node(self._seats[member]) for member in members if member in self._seats}
             saved = {"record": record_text(self._record), "next": self._next}
             saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes)}
             self._election.write(record=json.dumps(saved))
@@ -346,7 +347,7 @@ class Supervisor:
             return
         short = time.monotonic() - self._since.get(member.rank, time.monotonic()) < _SHORT_S
         self._short[seat] = self._short.get(seat, 0) + 1 if short else 0
-        wait_s = min(_REJOIN_MOST_S, _REJOIN_S * 2 ** max(0, self._short[seat] - 1))
+        wait_s = min(_REJOIN_MOST_S, _REJOIN_S * 2 ** min(10, max(0, self._short[seat] - 1)))
         self._waiting[seat] = time.monotonic() + wait_s
 
     def _replace(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,3 +81,12 @@ def test_a_launch_none_of_whose_processes_can_be_started_says_why(store: Any) ->
     with pytest.raises(RankFailure, match=r"could not be started: .*Resource temporarily unavailable"):
         supervisor.results()
     assert starts.counts == {0: 3}
+
+
+def test_a_new_leader_saves_its_record_although_the_newest_member_is_lost(store: Any) -> None:
+    supervisor = Supervisor(Starts(broken=-1, fails=0, returns=0), store, 2, Elastic(min_ranks=1))
+    saved: list[str] = []
+    supervisor._election = SimpleNamespace(write=lambda record: saved.append(record))  # type: ignore[assignment]
+    supervisor._next = 4  # member 3 was on the previous leader's machine
+    supervisor._save()
+    assert json.loads(saved[0])["nodes"] == []
