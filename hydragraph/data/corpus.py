@@ -316,7 +316,7 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
     if _BINARY.search(text):
         report.undecodable.append(str(path))
         return
-    yield str(path), text
+    yield str(path), text if text.strip() else None
 
 
 def _read_jsonl(

@@ -73,10 +73,11 @@ def check_data(config: TrainConfig) -> None:
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
         formats = corpus.formats(*_read_from(source))
-        if source.format in ("chat", "completion") and "text" in formats:
+        if source.format not in ("auto", "text") and "text" in formats:
+            remedy = "leave data.format out" if config.objective is None else "name only files with pairs"
             raise ValueError(
                 f"data.format is {source.format}, but the corpus also has text files, which cannot have this format: "
-                "leave data.format out, or exclude the text files with data.suffixes"
+                f"{remedy}, or exclude the text files with data.suffixes"
             )
         holds |= formats
     if not holds:

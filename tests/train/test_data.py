@@ -207,6 +207,36 @@ def test_a_tokenizer_keeps_its_configuration_and_may_lack_a_template(tmp_path: P
         check_data(config(tmp_path, **settings, chat_template="nowhere"))
 
 
+@pytest.mark.parametrize(
+    ("record", "format"),
+    [
+        ({"prompt": "a b", "chosen": " c", "rejected": " d"}, "preference"),
+        ({"instruction": "a", "output": "b"}, "alpaca"),
+        ({"input_ids": [1, 2]}, "tokens"),
+        ({"messages": CHAT[0]}, "chat"),
+    ],
+)
+def test_text_files_are_refused_beside_records_of_a_format_that_texts_cannot_have(
+    record: dict[str, Any], format: str, tmp_path: Path
+) -> None:
+    (tmp_path / "records.jsonl").write_text((json.dumps(record) + "\n") * 4)
+    (tmp_path / "notes.txt").write_text("some text\n")
+    plain = settings(tmp_path)
+    paths = [str(tmp_path / name) for name in ("notes.txt", "records.jsonl")]
+    plain["data"].update(paths=paths, format=format)
+    with pytest.raises(ValueError, match=f"data.format is {format}, but the corpus also has text files, which cannot"):
+        prepare(from_record(TrainConfig, {**plain, "objective": "dpo" if format == "preference" else None}))
+
+
+def test_blank_files_do_not_shift_pairs(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a b", "chosen": " c", "rejected": " d"}\n' * 4)
+    (tmp_path / "blank.txt").write_text(" \n")
+    plain = settings(tmp_path)
+    plain["data"]["paths"] = [str(tmp_path / name) for name in ("blank.txt", "pairs.jsonl")]
+    run = from_record(TrainConfig, {**plain, "objective": "dpo"})
+    assert len(open_tokens(run, prepare(run)).files[0]) == 8
+
+
 def test_mixtures_and_evaluation_sets_have_files_of_their_own(tmp_path: Path) -> None:
     chats = chat_file(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "what", "completion": " it"}\n' * 9)
