@@ -373,8 +373,8 @@ def evaluation_batches(
     for name, streams in evaluation_streams(config, tokens).items():
         for i, stream in enumerate(streams):
             stream.scores = None if scores is None else scores[evaluation_name(name, i)]
-        batches = chain.from_iterable(stream.single_pass() for stream in streams)
-        batches_by_set[name] = list(islice(batches, config.evaluate_batches))
+        passes = (islice(stream.single_pass(), config.evaluate_batches) for stream in streams)
+        batches_by_set[name] = list(chain.from_iterable(passes))
     return batches_by_set
 
 

@@ -109,11 +109,9 @@ class ReferenceScores:
 
     def _evaluated(self, batches: int) -> Iterator[list[tuple[str, int]]]:
         for streams in self._evaluation.values():
-            passes = chain.from_iterable(
-                ([(name, chunk) for chunk in chunks] for chunks in stream.single_pass_chunks())
-                for name, stream in streams.items()
-            )
-            yield from islice(passes, batches)
+            for name, stream in streams.items():
+                for chunks in islice(stream.single_pass_chunks(), batches):
+                    yield [(name, chunk) for chunk in chunks]
 
     def _write(self, world: World) -> None:
         if world.rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,19 @@ def test_mixtures_and_evaluation_sets_have_files_of_their_own(tmp_path: Path) ->
     assert len(pairs) == 9
     assert set(evaluation_batches(run, tokens)) == {"pairs"}, "no sequences are held out if evaluation sets are given"
     verify(run, directory)
+
+
+def test_each_corpus_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
+    sources = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text((json.dumps({"text": f"{name} two three"}) + "\n") * 200)
+        sources.append({"paths": [str(path)]})
+    run = replace(config(tmp_path, paths=[], mixture=sources), evaluate_batches=2)
+    tokens = open_tokens(run, prepare(run))
+    batches = evaluation_batches(run, tokens)["heldout"]
+    assert len(batches) == 4
+    assert str(batches[0][0]) != str(batches[2][0])
 
 
 def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
