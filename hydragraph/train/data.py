@@ -82,6 +82,7 @@ def check_data(config: TrainConfig) -> None:
         holds |= formats
     if not holds:
         raise ValueError(_NO_TEXT)
+    _check_separate(config)
     if "preference" in holds and config.objective is None:
         raise ValueError(
             "the data has pairs of answers (chosen, rejected): set 'objective: {dpo: {beta: 0.1}}'; to train only on "
@@ -98,6 +99,21 @@ def check_data(config: TrainConfig) -> None:
             f"{existing} has no chat template, which conversations need: set data.chat_template to 'chatml' or to a "
             "template file"
         )
+
+
+def _check_separate(config: TrainConfig) -> None:
+    trained: dict[str, str] = {}
+    for name, source in _named(config.data).items() if config.evaluates else ():
+        files = {os.path.realpath(path): str(path) for path in corpus.files(_paths(source), source.suffixes)}
+        shared = [path for path in files if path in trained]
+        training = not name.startswith("data.evaluation.")
+        if shared and (config.data.held_out or not training):
+            more = f" and {len(shared) - 1} more files are" if shared[1:] else " is"
+            raise ValueError(
+                f"{files[shared[0]]}{more} in {trained[shared[0]]} and in {name}, so the run would be evaluated on its "
+                "training data: list each file only once (in paths, name files instead of their directory)"
+            )
+        trained.update(dict.fromkeys(files, name) if training else {})
 
 
 def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
@@ -197,9 +213,8 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
 
 
 def _without_text(data: DataConfig, name: str) -> str:
-    training = [f"data.mixture[{i}]" for i in range(len(data.mixture))] or ["data"]
-    fields = dict(zip(_token_files(data), (*training, *(f"data.evaluation.{n}" for n in data.evaluation)), strict=True))
-    if fields[name] == "data":
+    fields = dict(zip(_token_files(data), _named(data), strict=True))
+    if fields[name] == "data.paths":
         return _NO_TEXT
     return f"{fields[name]} holds no text: check its paths, suffixes and text_field"
 
@@ -309,6 +324,12 @@ def _token_files(data: DataConfig) -> dict[str, SourceConfig]:
     single = len(data.sources) == 1
     train = {f"{_TOKENS}.bin" if single else f"{_TOKENS}-{i}.bin": source for i, source in enumerate(data.sources)}
     return {**train, **{f"evaluation-{name}.bin": source for name, source in data.evaluation.items()}}
+
+
+def _named(data: DataConfig) -> dict[str, SourceConfig]:
+    training: dict[str, SourceConfig] = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)}
+    evaluation = {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
+    return {**(training or {"data.paths": data}), **evaluation}
 
 
 def _is_whole(directory: Path, names: Iterable[str]) -> bool:

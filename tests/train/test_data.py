@@ -273,6 +273,24 @@ def test_each_corpus_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
     assert str(batches[0][0]) != str(batches[2][0])
 
 
+def test_files_that_are_trained_on_are_not_evaluated_on(tmp_path: Path) -> None:
+    train, val = (chat_file(tmp_path, name) for name in ("a.jsonl", "val.jsonl"))
+    held = {"val": {"paths": [val]}}
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    for where in (tmp_path, link):
+        with pytest.raises(
+            ValueError, match=r"val.jsonl is in data.paths and in data.evaluation.val, so .*: list each"
+        ):
+            prepare(config(tmp_path, paths=[str(where)], suffixes=[".jsonl"], evaluation=held))
+    prepare(config(tmp_path, paths=[train], evaluation=held))
+    both = [{"paths": [train]}, {"paths": [train, val]}]
+    with pytest.raises(ValueError, match=r"a.jsonl is in data.mixture\[0\] and in data.mixture\[1\]"):
+        prepare(config(tmp_path, paths=[], mixture=both))
+    other = {"other": {"paths": [chat_file(tmp_path, "c.jsonl")]}}
+    prepare(config(tmp_path, paths=[], mixture=both, heldout=0.0, evaluation=other))
+
+
 def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
     record = settings(tmp_path)
     record.pop("steps")
@@ -288,13 +306,14 @@ def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
 
 def test_the_first_samples_of_each_corpus_are_read(tmp_path: Path) -> None:
     path = chat_file(tmp_path)
-    sets = {"heldout": 0.0, "evaluation": {"few": {"paths": [path], "max_samples": 3}}}
+    few = chat_file(tmp_path, "few.jsonl")
+    sets = {"heldout": 0.0, "evaluation": {"few": {"paths": [few], "max_samples": 3}}}
     run = config(tmp_path, paths=[path], max_samples=7, **sets)
     tokens = open_tokens(run, prepare(run))
     assert (len(tokens.files[0]), len(tokens.evaluation["few"])) == (7, 3)
     everything = config(tmp_path, paths=[path], **sets)
     assert prepare(everything) != tokens.directory
-    mixed = config(tmp_path, paths=[], mixture=[{"paths": [path], "max_samples": 2}, {"paths": [path]}])
+    mixed = config(tmp_path, paths=[], mixture=[{"paths": [path], "max_samples": 2}, {"paths": [few]}])
     assert [len(file) for file in open_tokens(mixed, prepare(mixed)).files] == [2, 40]
     for wrong in ({"max_samples": 0}, {"paths": [], "max_samples": 2, "mixture": [{"paths": [path]}]}):
         with pytest.raises(ValueError, match="max_samples"):

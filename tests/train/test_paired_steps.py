@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -144,7 +145,8 @@ def test_a_resumed_run_scores_what_is_missing_with_the_model_before_training(tmp
     train(short, "new", hg.compile, Watched())
     stored = (tmp_path / "run" / "reference.npz").read_bytes()
     (tmp_path / "run" / "reference.npz").unlink()
-    other = {"tokens_per_step": 130, "evaluation": {"again": {"paths": run.data.paths}}, "heldout": 0.2}
+    again = Path(copy(run.data.paths[0], tmp_path / "again.jsonl"))
+    other = {"tokens_per_step": 130, "evaluation": {"again": {"paths": [str(again)]}}, "heldout": 0.2}
     history = train(config(tmp_path, steps=4, evaluate_every=2, data=other), "resume", hg.compile, Watched()).history
     compare(tmp_path, list(history), losses, model)
     assert set(history[-1].eval_losses) == {"heldout", "again"}
