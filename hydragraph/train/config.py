@@ -243,10 +243,13 @@ class DataConfig(SourceConfig):
         if self.mixture:
             if self.paths:
                 raise ValueError("give paths or mixture, not both: each corpus of a mixture has its own paths")
-            if self.max_samples is not None:
-                raise ValueError("max_samples does not apply to a mixture: set max_samples in its corpora instead")
             object.__setattr__(self, "paths", ())
         check_fields(self, *(["paths"] if self.mixture else []))
+        for source in fields(SourceConfig) if self.mixture else ():
+            name = source.name
+            value = getattr(self, name)
+            if value != source.default and any(getattr(member, name) != value for member in self.mixture):
+                raise ValueError(f"{name} does not apply to a mixture: set {name} in its corpora instead")
         for name, value in self.evaluation.items():
             if not name or not set(name) <= _NAME_LETTERS:
                 raise ValueError(f"evaluation: the name {name!r} is invalid: use letters, digits, - and _")

@@ -96,6 +96,17 @@ def test_errors_name_the_field(tmp_path: Path, field: str, value: object, senten
     assert sentence in str(caught.value)
 
 
+def test_fields_of_one_corpus_are_refused_beside_a_mixture(tmp_path: Path) -> None:
+    mixture = [{"paths": ["a.jsonl"]}, {"paths": ["b.jsonl"], "format": "chat"}]
+    mixed = {"data.paths": [], "data.mixture": mixture}
+    for name, value in {"format": "chat", "suffixes": [".md"], "messages_field": "said", "max_samples": 3}.items():
+        with pytest.raises(ValueError, match=f"data: {name} does not apply to a mixture: set {name} in its corpora"):
+            TrainConfig.load(write(tmp_path, {**mixed, f"data.{name}": value}))
+    pairs = TrainConfig.load(write(tmp_path, {**mixed, "data.mixture": mixture[:1], "objective": "dpo"}))
+    pairs.save(tmp_path / "resolved.yaml")
+    assert TrainConfig.load(tmp_path / "resolved.yaml") == pairs
+
+
 def test_overrides_replace_fields_of_every_depth(tmp_path: Path) -> None:
     texts = ["optimizer.lr=1e-3", "model.config.hidden_size=64", "steps=9", "max_grad_norm=null", "output=a=b"]
     before = TrainConfig.load(write(tmp_path, {}))
