@@ -140,6 +140,9 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         template = _template_text(config, _known_tokenizer(config), chats=True)
     except ValueError:  # `check_data` and the run raise this error
         template = None
+    for name in ("heldout", "evaluation") if not config.evaluates else ():
+        if getattr(config.data, name):
+            yield f"data.{name} is set, but the run never evaluates: set evaluate_every or evaluate_per_epoch"
     for source in (*config.data.sources, *config.data.evaluation.values()):
         paths = _paths(source)
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]

@@ -20,6 +20,7 @@ from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import (
     check_data,
+    data_remarks,
     evaluation_batches,
     known_vocabulary,
     mini_batches,
@@ -289,6 +290,15 @@ def test_files_that_are_trained_on_are_not_evaluated_on(tmp_path: Path) -> None:
         prepare(config(tmp_path, paths=[], mixture=both))
     other = {"other": {"paths": [chat_file(tmp_path, "c.jsonl")]}}
     prepare(config(tmp_path, paths=[], mixture=both, heldout=0.0, evaluation=other))
+
+
+def test_corpora_on_which_the_run_never_evaluates_are_remarked(tmp_path: Path) -> None:
+    run = config(tmp_path, evaluation={"other": {"paths": [chat_file(tmp_path)]}})
+    assert list(data_remarks(run)) == []
+    assert list(data_remarks(replace(run, evaluate_every=0))) == [
+        f"data.{name} is set, but the run never evaluates: set evaluate_every or evaluate_per_epoch"
+        for name in ("heldout", "evaluation")
+    ]
 
 
 def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
