@@ -123,14 +123,14 @@ class MiniBatches(Iterator[list[Drawn]]):
         if pairs:
             chosen = split_documents(len(file) // 2, split, heldout, split_seed)
             self.chunks = _pairs(file, max_length, overlong, chosen)
-        elif len(file) == 1 and heldout:
-            self.chunks = split_pieces(cut(file.lengths, np.zeros(1, np.int64), max_length), split, heldout)
         else:
-            documents = split_documents(len(file), split, heldout, split_seed)
+            by_piece = len(file) == 1 and heldout > 0
+            documents = np.zeros(1, np.int64) if by_piece else split_documents(len(file), split, heldout, split_seed)
             if overlong == "drop":
                 documents = documents[file.lengths[documents] <= max_length]
             chunks = cut(file.lengths, documents, max_length)
-            self.chunks = chunks[file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0]
+            chunks = chunks[file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0]
+            self.chunks = split_pieces(chunks, split, heldout) if by_piece and len(chunks) else chunks
         if not len(self.chunks):
             short = f" and at most {max_length} tokens" if overlong == "drop" else ""
             what = "pair has two answers with targets" if pairs else "document has at least two tokens"

@@ -288,6 +288,18 @@ def test_documents_that_are_too_long_are_cut_or_dropped() -> None:
             MiniBatches(file, 8, 4, overlong="drop").load_state_dict(MiniBatches(file, 8, 4).state_dict())
 
 
+def test_a_single_document_is_dropped_if_too_long_and_its_pieces_without_targets_are_left_out(tmp_path: Path) -> None:
+    with (
+        token_file([1000]) as file,
+        pytest.raises(ValueError, match=r"no train document .* at most 64 tokens: raise data.max_length"),
+    ):
+        MiniBatches(file, 64, 64, heldout=0.1, overlong="drop")
+    file = targeted(tmp_path, [([2] * 40, [False] * 20 + [True] * 20)])
+    assert MiniBatches(file, 8, 4, heldout=0.5).chunks.starts.tolist() == [20, 24, 28]
+    held = MiniBatches(file, 8, 4, split="heldout", heldout=0.5)
+    assert held.chunks.starts.tolist() == [32, 36]
+
+
 def test_skipping_is_drawing_without_reading(file: TokenFile) -> None:
     one, two = MiniBatches(file, 512, 128), MiniBatches(file, 512, 128)
     for _ in range(4):
