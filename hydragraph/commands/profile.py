@@ -94,7 +94,8 @@ def profile_rank(
     model = bare_model(config)
     program = program_of(config, model)
     chosen = schemes or _every_scheme(program, world.ranks)
-    kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, options)
+    strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
+    kinds = _kinds(strategies, chosen, options)
     tokens = options.longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
     settings = MeasureSettings(chosen, kinds, tokens, options.repeats)
     sizes = model.config

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hydragraph.commands.captured_model import bare_model, program_of
-from hydragraph.commands.options import CommonOptions, MicroBatches, Set, check_counts, read_counts, verb
+from hydragraph.commands.options import (
+    CommonOptions,
+    MicroBatches,
+    Set,
+    check_counts,
+    chosen_strategies,
+    read_counts,
+    verb,
+)
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -198,7 +206,8 @@ def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
     from hydragraph.commands.compile import compile_quietly
 
     diff = options.diff
-    config = replace(config, strategies=tuple(options.strategies or config.strategies), backend="eager")
+    strategies = chosen_strategies(options.strategies, config.strategies, config.ranks)
+    config = replace(config, strategies=strategies, backend="eager")
     if diff is not None and not Path(diff).is_dir() and diff not in config.strategies:
         config = replace(config, strategies=(*config.strategies, diff))
     config.home.check(config.ranks)

@@ -14,6 +14,8 @@ from hydragraph import cli
 from hydragraph.commands import profile as command
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.runtime import profile_measurement
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings
 from hydragraph.spec.stage_kind import StageKind
 from tests.train.plain import settings
 
@@ -44,6 +46,21 @@ def test_a_model_is_measured_and_its_strategies_can_be_priced(tmp_path: Path) ->
     assert all(f"<tp1,pp{pp}>" in result.stdout for pp in (1, 2))
     assert "note: no message was measured, because one rank has no links" in result.stdout
     assert result.exit_code == int(not profile.schemes)
+
+
+def test_automatic_strategies_are_left_to_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[MeasureSettings] = []
+
+    def measure(subject: MeasuredModel, settings: MeasureSettings, *_: object) -> Profile:
+        measured.append(settings)
+        return Profile(
+            "here", {(1, 1): Constants(2e-9, 3e-6, 4e-3)}, {1: 96}, limits={(1, 1): 9}, residuals={(1, 1): 0.05}
+        )
+
+    monkeypatch.setattr(profile_measurement, "measure", measure)
+    result = run(write(tmp_path, strategies="auto"), "--out", tmp_path / "p.json")
+    assert result.exit_code == 0, result.output
+    assert [settings.every_kind for settings in measured] == [(StageKind(1),)]
 
 
 def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,3 +59,10 @@ def test_show_prints_the_program_and_the_ranks(tmp_path: Path) -> None:
     one = run("show", config, "--strategy", LOPSIDED[0], "--rank", "1")
     assert "rank 0 of 2" not in one.stdout
     assert "rank 1 of 2" in one.stdout
+
+
+def test_a_view_of_automatic_strategies_is_of_data_parallelism(tmp_path: Path) -> None:
+    result = run("show", write(tmp_path, ranks=2, strategies="auto"), "--memory")
+    assert result.exit_code == 0, result.output
+    assert "this command uses plain data parallelism instead" in result.stderr
+    assert "2*<tp1,pp1>" in result.stdout
