@@ -58,6 +58,7 @@ def chaos_command(options: ChaosOptions) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         strikes = disturbed_run.draw(counts, options.seed)
         peaceful, stormy = disturbed_run.prepared(config, folder, len(strikes), counts["preempt"])
+        single = disturbed_run.alone(peaceful, folder)
         with console.status("training disturbed") as status:
 
             def stepped(step: int, struck: int) -> None:
@@ -73,7 +74,7 @@ def chaos_command(options: ChaosOptions) -> None:
         control = None
         if not config.deterministic:
             with console.status("training undisturbed on one rank, to measure the effect of rounding"):
-                control = disturbed_run.run(disturbed_run.alone(peaceful, folder), until=last).until(last)
+                control = disturbed_run.run(single, until=last).until(last)
     table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} faults, seed {options.seed}", show_header=False)
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)

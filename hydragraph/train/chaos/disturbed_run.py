@@ -18,7 +18,7 @@ from statistics import median
 from hydragraph.spec.home import Home
 from hydragraph.train.chaos.fault_injection import ACTIONS, Victim, least_ranks, lives, send
 from hydragraph.train.chaos.machines import Machines, with_disks
-from hydragraph.train.config import CheckpointConfig, PlanConfig, TrainConfig
+from hydragraph.train.config import CheckpointConfig, ElasticConfig, PlanConfig, TrainConfig
 from hydragraph.train.goodput import account
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
@@ -107,7 +107,15 @@ def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed |
 
 def alone(config: TrainConfig, folder: Path) -> TrainConfig:
     output = str(folder / "alone")
-    return replace(config, ranks=1, strategies=("<tp1,pp1>",), plan=PlanConfig(), home=Home(), output=output)
+    return replace(
+        config,
+        ranks=1,
+        strategies=("<tp1,pp1>",),
+        elastic=ElasticConfig(),
+        plan=PlanConfig(),
+        home=Home(),
+        output=output,
+    )
 
 
 def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
@@ -138,16 +146,16 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
 
 def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
     most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
-    steps = max(config.steps, most + CALM_STEPS)
+    config = replace(config, steps=max(config.steps, most + CALM_STEPS), epochs=None)
     elastic = config.elastic
     if not elastic.survives:
         several = config.ranks > 1 and config.checkpoint.pieces is None
         elastic = replace(elastic, copies=2 if several else 1, min_ranks=1)
     peaceful = replace(elastic, copies=1, spares=0, min_ranks=None)
     home = replace(config.home, copies=1)
-    undisturbed = replace(config, steps=steps, elastic=peaceful, home=home, output=str(folder / "undisturbed"))
+    undisturbed = replace(config, elastic=peaceful, home=home, output=str(folder / "undisturbed"))
     undisturbed = replace(undisturbed, checkpoint=CheckpointConfig())
-    return undisturbed, replace(config, steps=steps, elastic=elastic, output=str(folder / "disturbed"))
+    return undisturbed, replace(config, elastic=elastic, output=str(folder / "disturbed"))
 
 
 def run(

@@ -52,6 +52,14 @@ def test_runs_are_long_enough_and_one_survives(tmp_path: Path) -> None:
     assert alone(peaceful, tmp_path).ranks == 1
 
 
+def test_epochs_and_replanning_are_replaced_where_they_do_not_apply(tmp_path: Path) -> None:
+    changed = {"steps": 0, "epochs": 1, "ranks": 2, "strategies": "auto", "elastic": {"replan": True, "dry_run": True}}
+    peaceful, stormy = prepared(from_record(TrainConfig, settings(tmp_path) | changed), tmp_path, strikes=10)
+    assert peaceful.steps == stormy.steps == 10 * MOST_STEPS_PER_STRIKE + CALM_STEPS
+    assert peaceful.replans
+    assert not alone(peaceful, tmp_path).replans
+
+
 def test_kinds_are_read_and_those_that_never_come_are_refused(tmp_path: Path) -> None:
     config = replace(TrainConfig.load(written(tmp_path)), ranks=3)
     assert read_kinds("", replace(config, ranks=1)) == ()
