@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from hydragraph.spec.strategy import Strategy
 
 
-def bare_model(config: TrainConfig) -> nn.Module:
-    """Return the config's model on the meta device, without adapters."""
-    from hydragraph.train.model import skeleton
+def meta_model(config: TrainConfig) -> nn.Module:
+    """Return the config's model on the meta device, with its adapters."""
+    from hydragraph.train.model import adapted, skeleton
 
     quieten()
-    return skeleton(config.model, config.data.vocab_size)
+    return adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
 
 
 def program_of(config: TrainConfig, model: nn.Module) -> Program:

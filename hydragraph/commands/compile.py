@@ -150,7 +150,7 @@ def compile_quietly(
     from hydragraph.frontend.packed_inputs import token_cross_entropy
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.passes.compile_with_inductor import TUNED, choose_backend
-    from hydragraph.train.model import captured_loss, skeleton
+    from hydragraph.train.model import adapted, captured_loss, skeleton
 
     quieten()
     here = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,7 +159,7 @@ def compile_quietly(
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("capturing the model", total=None)
-        model = skeleton(config.model, *_tokens(config))
+        model = adapted(skeleton(config.model, *_tokens(config)), config.adapter, config.seed)
         began = time.perf_counter()
         loss = captured_loss(config)
         program = program_of(config, model)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from hydragraph.commands.captured_model import bare_model, program_of
+from hydragraph.commands.captured_model import meta_model, program_of
 from hydragraph.commands.launch_process import leads, on_ranks
 from hydragraph.commands.options import ConfigOptions, check_written, verb
 from hydragraph.commands.text_table import new_table
@@ -91,7 +91,7 @@ def profile_rank(
     from hydragraph.train.config_checks import read_strategies
 
     world = join(config.device)
-    model = bare_model(config)
+    model = meta_model(config)
     program = program_of(config, model)
     chosen = schemes or _every_scheme(program, world.ranks)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)

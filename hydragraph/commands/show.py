@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hydragraph.commands.captured_model import bare_model, program_of
+from hydragraph.commands.captured_model import meta_model, program_of
 from hydragraph.commands.options import (
     CommonOptions,
     MicroBatches,
@@ -224,7 +224,7 @@ def _show_programs(config: TrainConfig, options: ShowOptions) -> None:
     from hydragraph.train.config_checks import read_strategies
 
     rank = options.rank
-    model = bare_model(config)
+    model = meta_model(config)
     program = program_of(config, model)
     if not options.strategies:
         print(program)
@@ -246,7 +246,7 @@ def _show_passes(config: TrainConfig, options: ShowOptions) -> None:
     from hydragraph.passes.variants import Variants
     from hydragraph.train.config_checks import read_strategies
 
-    model = bare_model(config)
+    model = meta_model(config)
     program = program_of(config, model)
     inductor = config.backend == "inductor"
     variants = Variants(program, fused_head=inductor, added=not inductor)

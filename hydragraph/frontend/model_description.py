@@ -55,7 +55,7 @@ def _value(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}{[*map(_value, value)]}"
     if isinstance(value, dict):
-        return repr([(_value(k), _value(v)) for k, v in value.items()])
+        return repr([(_value(k), _value(v)) for k, v in value.items() if k != "device_map"])  # peft records devices
     if isinstance(value, FunctionType):
         return described_function(value)
     if isinstance(value, functools.partial):

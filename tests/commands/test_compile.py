@@ -21,7 +21,7 @@ from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import open_tokens, prepare
-from hydragraph.train.model import skeleton
+from hydragraph.train.model import adapted, build_model, skeleton
 from tests.commands.tiny import LOPSIDED, run, write
 from tests.thorough import thorough
 
@@ -221,6 +221,16 @@ def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
     assert Summary.load(out).backend == "inductor"
     # Inductor's runs have no logits, and what is read is what Inductor was given.
     assert "head_loss" in (out / "graphs" / "head.tp1r.forward.py").read_text()
+
+
+def test_a_folder_has_the_adapters_of_its_run(tmp_path: Path) -> None:
+    config, out = write(tmp_path, adapter={"lora": {"r": 4}}, strategies=["<tp1,pp1>"], check="off"), tmp_path / "out"
+    result = run("compile", config, "--output", out)
+    assert result.exit_code == 0, result.output
+    settings = TrainConfig.load(config)
+    model = adapted(build_model(settings.model, 300, 0, settings.seed), settings.adapter, settings.seed)
+    program = hg.capture(model, check="off", compiled=out)
+    assert {"lora_A" in name or "lora_B" in name for name, p in program.parameters.items() if p.trainable} == {True}
 
 
 def test_a_new_model_has_the_vocabulary_that_was_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

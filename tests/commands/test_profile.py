@@ -48,19 +48,21 @@ def test_a_model_is_measured_and_its_strategies_can_be_priced(tmp_path: Path) ->
     assert result.exit_code == int(not profile.schemes)
 
 
-def test_automatic_strategies_are_left_to_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[MeasureSettings] = []
+def test_the_blocks_of_adapters_are_measured_and_automatic_strategies_are_left_to_the_planner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[MeasureSettings, bool]] = []
 
     def measure(subject: MeasuredModel, settings: MeasureSettings, *_: object) -> Profile:
-        measured.append(settings)
+        measured.append((settings, all(p.trainable for p in subject.program.parameters.values())))
         return Profile(
             "here", {(1, 1): Constants(2e-9, 3e-6, 4e-3)}, {1: 96}, limits={(1, 1): 9}, residuals={(1, 1): 0.05}
         )
 
     monkeypatch.setattr(profile_measurement, "measure", measure)
-    result = run(write(tmp_path, strategies="auto"), "--out", tmp_path / "p.json")
+    result = run(write(tmp_path, strategies="auto", adapter={"lora": {}}), "--out", tmp_path / "p.json")
     assert result.exit_code == 0, result.output
-    assert [settings.every_kind for settings in measured] == [(StageKind(1),)]
+    assert [(settings.every_kind, full) for settings, full in measured] == [((StageKind(1),), False)]
 
 
 def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,3 +66,13 @@ def test_a_view_of_automatic_strategies_is_of_data_parallelism(tmp_path: Path) -
     assert result.exit_code == 0, result.output
     assert "this command uses plain data parallelism instead" in result.stderr
     assert "2*<tp1,pp1>" in result.stdout
+
+
+def test_the_program_of_a_run_with_adapters_trains_only_these(tmp_path: Path) -> None:
+    config = write(tmp_path, adapter={"lora": {"r": 4}})
+    result = run("show", config)
+    assert result.exit_code == 0, result.output
+    assert "trainable=512" in result.stdout
+    passes = run("show", config, "--passes")
+    assert passes.exit_code == 0, passes.output
+    assert "lora_a_default_weight" in passes.stdout

@@ -53,10 +53,10 @@ def meta_model(text: str) -> nn.Module:
     if not Path(text).is_file():
         raise ValueError(f"--model {text}: name one of {', '.join(SHAPES)}, or a run's YAML file")
     from hydragraph.train.config import TrainConfig
-    from hydragraph.train.model import skeleton
+    from hydragraph.train.model import adapted, skeleton
 
     config = TrainConfig.load(text)
-    return skeleton(config.model, config.data.vocab_size)
+    return adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:

@@ -18,6 +18,7 @@ from hydragraph.commands.bench.bench_models import (
     mixed_lengths,
     training_flops,
 )
+from tests.commands.tiny import write
 
 
 @pytest.mark.parametrize("length", [8, 33])
@@ -53,6 +54,11 @@ def test_the_model_of_a_run() -> None:
     assert meta_model(str(demo)).config.num_hidden_layers == 8  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="--model nowhere: name one of tiny, small, 1b, 7b, or a run's YAML file"):
         meta_model("nowhere")
+
+
+def test_the_model_of_a_run_has_its_adapters(tmp_path: Path) -> None:
+    config = write(tmp_path, adapter={"lora": {"r": 4}})
+    assert any("lora_A" in name for name, _ in meta_model(str(config)).named_parameters())
 
 
 @given(st.integers(2, 5000), st.integers(0, 5), st.integers(8, 300))
