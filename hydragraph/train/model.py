@@ -125,7 +125,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
         if config.architecture is not None:
             settings = model_config(config, vocabulary, end_of_text)
             try:
-                model: nn.Module = _model_class(config.architecture)(settings)
+                model: Any = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
                 first = str(error).partition("\n")[0]  # the other lines are a C++ location
                 raise ValueError(
@@ -139,6 +139,11 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             with _read_by_transformers(config):
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # like from_pretrained
+    if config.directory is not None and Path(config.directory, "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        with _read_by_transformers(config):
+            model.generation_config = GenerationConfig.from_pretrained(config.directory)
     return _with_dropout(model.float(), config)
 
 

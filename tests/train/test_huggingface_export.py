@@ -30,10 +30,10 @@ from hydragraph.ir.program import Program
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.spec.home import EQUAL
 from hydragraph.spec.record import from_record
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.config import ModelConfig, TrainConfig
 from hydragraph.train.huggingface_export import export_checkpoint
 from hydragraph.train.loop import train
-from hydragraph.train.model import adapted
+from hydragraph.train.model import adapted, skeleton
 from hydragraph.train.run_folder import Begin, RunFolder
 from tests.data.chats import encoder
 from tests.frontend.families import NAMES, SIZES, build, documented  # type: ignore[attr-defined]
@@ -144,6 +144,20 @@ def test_merged_adapters_are_added_to_the_weights(family: str, tmp_path: Path) -
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_settings_for_generation_are_those_of_the_models_directory(adapters: bool, tmp_path: Path) -> None:
+    base, _ = build("llama")
+    model: Any = base
+    model.generation_config = transformers.GenerationConfig(do_sample=True, temperature=0.3, eos_token_id=[1, 2])
+    changes: dict[str, Any] = {"adapter": LORA} if adapters else {}
+    config = from_record(TrainConfig, {**settings(tmp_path), **changes})
+    folder = run_of(adapted(copy.deepcopy(base), config.adapter, 0), base, tmp_path, **changes)
+    export_checkpoint(folder, None, tmp_path / "out", merged=adapters)
+    files = [tmp_path / name / "generation_config.json" for name in ("base", "out")]
+    assert files[0].read_text() == files[1].read_text()
+    assert skeleton(ModelConfig(weights=str(tmp_path / "base")), 300).generation_config == model.generation_config
 
 
 @thorough
