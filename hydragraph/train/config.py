@@ -68,7 +68,7 @@ class ModelConfig:
         path: a local directory that `save_pretrained` wrote, instead of `architecture`.
         weights: a directory with safetensors files; each rank reads only its own part, so that no process loads the
             whole model. The model's class is `architecture`, or the class in the directory's config.
-        dropout: train with the dropout probabilities of the model's config; false: train without dropout.
+        dropout: train with the dropout probabilities of the model's config; false: train without them.
         trust_remote_code: run Python code from the model's directory, with all of your permissions.
     """
 

@@ -112,11 +112,12 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the config's positive dropout rates by field; without any, the largest rate of the dropout modules."""
+    """Return the config's positive dropout rates by field; without any, the largest rate of the base's modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
-    modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
-    return rates if rates or not modules else {"nn.Dropout": max(modules)}
+    modules = (m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and "lora_dropout" not in name)
+    largest = max(modules, default=0.0)
+    return rates if rates or not largest else {"nn.Dropout": largest}
 
 
 def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import hydragraph
 from hydragraph.cluster.launch import join
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import MiniBatches
@@ -19,7 +20,7 @@ from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import _size, check_settings, read_strategies, remarks
 from hydragraph.train.data import prepare
-from hydragraph.train.model import skeleton
+from hydragraph.train.model import adapted, dropout_rates, skeleton
 from tests.data.written import write_tokens
 
 SIZES = {
@@ -177,3 +178,11 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
         "strategies[2] is the same as strategies[0]",
         "strategies[2]: rank 1 would be idle",
     ]
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+def test_dropout_of_adapters_is_active_and_is_not_taken_for_that_of_the_models_config(dropout: bool) -> None:
+    settings = config(adapter={"lora": {"dropout": 0.05}}, model__dropout=dropout)
+    model = adapted(skeleton(settings.model, 300), settings.adapter, 0)
+    assert dropout_rates(model) == {}
+    assert hydragraph.capture(model, check="off").drops
