@@ -46,7 +46,6 @@ import hydragraph as hg
 from benchmarks.everything import AGREE, HANGS_S, LONGEST, Brakes, Done, read_steps, slower, words_of, write_texts
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.data.mini_batches import length_of
 from hydragraph.planner.price_candidate import Settled
 from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.cluster import Cluster
@@ -177,7 +176,7 @@ def by_hand(folder: Path, pair: Pair) -> ByHand:
     pair.write_cluster(cluster)
     config = pair.config(folder, "profiled", 1)
     stream = mini_batches(config, open_tokens(config, prepare(config)))
-    batches = tuple(tuple(length_of(each) for each in next(stream)) for _ in range(SAMPLE))
+    batches = tuple(stream.skip() for _ in range(SAMPLE))
     costs = Costs(Profile.load(profile), Cluster.load(cluster))
     plan = hg.plan(costs, hg.Workload(lengths=[list(batch) for batch in batches]))
     return ByHand(profile, cluster, costs, batches, plan)

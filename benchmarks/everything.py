@@ -56,7 +56,6 @@ import hydragraph as hg
 from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.data.mini_batches import length_of
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
@@ -234,7 +233,7 @@ def cluster_in(folder: Path) -> Path:
 def best_static(config: TrainConfig, profile: Path, cluster: Cluster) -> str:
     """Return the strategy that `hg.plan` finds for a cluster and the lengths of the run's own mini-batches."""
     batches = mini_batches(config, open_tokens(config, prepare(config)))
-    lengths = [[length_of(each) for each in next(batches)] for _ in range(20)]
+    lengths = [list(batches.skip()) for _ in range(20)]
     plan = hg.plan(Costs(Profile.load(profile), cluster), hg.Workload(lengths=lengths))
     return str(plan.strategy).partition("@")[0]
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.step import packed_batch
-from hydragraph.data.mini_batches import Drawn, length_of
+from hydragraph.data.mini_batches import Drawn
 from hydragraph.frontend import huggingface
 from hydragraph.frontend.packed_inputs import token_cross_entropy
 from hydragraph.train.config import TrainConfig
@@ -99,7 +99,7 @@ class Rival:
     def step(self) -> tuple[float, int]:
         """Train on the next mini-batch; return the mean loss of its targets, and how many these are."""
         drawn: list[Drawn] = next(self._batches)
-        lengths = [length_of(each) for each in drawn]
+        lengths = self._batches.lengths
         ranks, rank = dist.get_world_size(), dist.get_rank()
         mine = shares(lengths, self._speeds)[rank]
         # Where there are few sequences a rank may have none; it takes part in the collectives with one that counts not.

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hydragraph.commands.config_or_data import devices_here, first_config
-from hydragraph.commands.options import CommonOptions, verb
+from hydragraph.commands.options import CommonOptions, check_written, verb
 
 EXAMPLE = (
     "Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph "
@@ -34,8 +34,7 @@ def init_command(options: InitOptions) -> None:
     if to.exists() and (to.is_dir() or not options.overwrite):
         fix = "name a file with --to" if to.is_dir() else "replace it with --overwrite, or name another file with --to"
         raise ValueError(f"{to} already exists: {fix}")
-    if not to.parent.is_dir():
-        raise ValueError(f"--to {to} is in the directory {to.parent}, which does not exist: create it first")
+    check_written("--to", to)
     from hydragraph.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks

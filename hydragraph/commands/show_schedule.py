@@ -171,7 +171,6 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    check_drawn(path)
     from matplotlib.figure import Figure
 
     grids = {strategy.name: schedule(strategy, outline) for strategy in strategies}

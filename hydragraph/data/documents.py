@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 
 from hydragraph.errors import type_text
 
-FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens", "preference")
 TRAIN_ON = ("assistant", "last", "all")
 OVERLONG = ("cut", "drop", "refuse")
 
 Messages = tuple[Mapping[str, Any], ...]
 Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
+FORMATS = ("auto", *get_args(Format))
 
 # Speakers in ShareGPT's and LLaMA-Factory's conversations.
 _SPEAKERS = {
@@ -305,12 +305,12 @@ def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Message
 
 
 def _of_instructions(records: Sequence[Mapping[str, Any]], place: str) -> Preference:
-    instructions = [instruction for record in records if (instruction := _instruction(record, place)) is not None]
+    instructions = [_instruction(record, place) for record in records]
     untrained = _prompts_untrained(*(instruction.messages for instruction in instructions))
     return Preference(*(replace(i, messages=messages) for i, messages in zip(instructions, untrained, strict=True)))
 
 
-def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
+def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord:
     instruction = _text(_field(record, _INSTRUCTION, place), _INSTRUCTION, place) or ""
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
     output = _text(_field(record, name, place), name, place)

@@ -81,10 +81,6 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
 Drawn = Tensor | dict[str, Tensor]
 
 
-def length_of(drawn: Drawn) -> int:
-    return len(drawn["input_ids"] if isinstance(drawn, dict) else drawn)
-
-
 class MiniBatches(Iterator[list[Drawn]]):
     """Endless mini-batches; each epoch has every chunk once, in an order drawn from (seed, epoch).
 

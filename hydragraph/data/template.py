@@ -154,7 +154,6 @@ class _Written:
         self._conversation = conversation
         self._place = place
         self._messages = [way.message(message) for message in conversation.messages]
-        self._plain = conversation.messages
         self._way = way
         self._pattern = marks
         self._masks = template._marks and template.train_on != "all"
@@ -164,7 +163,7 @@ class _Written:
         if self._masks and not any(start < end for start, end in self._marked):
             raise ValueError(f"{self._place}: the chat template marks no text as generated: correct the template")
         at = 0
-        for i, message in enumerate(self._plain):
+        for i, message in enumerate(self._conversation.messages):
             said = _said(message)
             position = self.text.find(said, at) if said else -1
             if position >= 0:
@@ -202,14 +201,14 @@ class _Written:
 
     def marked(self, trained: Sequence[int]) -> list[Span]:
         spans = [span for span in self._marked if span[0] < span[1]]
-        says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
+        says = [i for i, message in enumerate(self._conversation.messages) if message["role"] == ASSISTANT]
         if len(trained) < len(says):
             windows = [self._window(i) for i in trained]
             spans = [span for span in spans if any(lo <= span[0] < hi for lo, hi in windows)]
         text = "".join(self.text[start:end] for start, end in spans)
         at = 0
         for i in trained:
-            said = _said(self._plain[i])
+            said = _said(self._conversation.messages[i])
             position = text.find(said, at)
             if position >= 0:
                 at = position + len(said)
@@ -237,7 +236,7 @@ class _Written:
         plain = self.text.startswith(after) and after.startswith(before) and len(after) > len(before)
         if not plain:
             span = self._aligned(i, before, after)
-        if _said(self._plain[i]) not in self.text[slice(*span)]:
+        if _said(self._conversation.messages[i]) not in self.text[slice(*span)]:
             region = self._region(self._messages, i)
             if region is None or not (span[0] <= region[0] and region[1] <= span[1]):
                 raise self._untold(i)

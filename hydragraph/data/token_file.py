@@ -123,10 +123,6 @@ class TokenFile:
                 _corrupt(self.path, f"the sha256 of its content is {digest.hexdigest()}, expected {self.fingerprint}")
             )
 
-    @property
-    def tokens(self) -> int:
-        return len(self._tokens)
-
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -10,8 +10,6 @@ from collections.abc import Container, Iterable, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
-VOID = frozenset({"br", "hr", "img", "input", "meta", "col", "wbr"})
-
 
 class Markup(str):
     """HTML text, which is not escaped again."""
@@ -31,8 +29,6 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
             hyphens.
     """
     attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in VOID:
-        return Markup(f"<{name}{attribute_text}>")
     return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
 
 

@@ -16,7 +16,7 @@ from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.simulation_report import MOST_PANELS, panel
 from hydragraph.report.timelines import measured_course
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.step_metrics import Metrics, strategy_names
 from hydragraph.train.stragglers.run_events import RunEvent
 
 _UNTRACED = (
@@ -30,7 +30,7 @@ def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> ReportContents:
     """Return the report of a run of at least one step; `traced` contains its costs and trace."""
-    names = _names(metrics)
+    names = strategy_names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     steps = tuple(metrics)
     contenders = _contenders(metrics)
@@ -67,12 +67,6 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
         if m.comparison:
             lines += ["", f"after step {m.step:,}: {m.comparison}"]
     return tuple(lines[1:])
-
-
-def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    texts = list(dict.fromkeys(m.strategy for m in metrics))
-    short = [text.partition("@")[0] for text in texts]
-    return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
 
 
 def _facts(metrics: Sequence[Metrics]) -> tuple[Fact, ...]:

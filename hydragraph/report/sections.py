@@ -101,7 +101,7 @@ def _strategies(report: ReportContents) -> Markup:
     kept = [i for i, head in enumerate(heads) if i != 2 or any(row.micro_batches for row in rows)]
     kept = [i for i in kept if heads[i] != "tokens/s" or any(row.tokens_per_s for row in rows)]
     fastest = min((row.seconds for row in rows if row.seconds), default=0.0)
-    body = [_strategy_row(i, row, len(shares), fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
+    body = [_strategy_row(i, row, fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
     shown = table([heads[i] for i in kept], body, left=("", "strategy", "why it lost"), style="wide")
     more = f"{len(rows) - MOST_ROWS} more strategies are omitted." if len(rows) > MOST_ROWS else ""
     intro = "The best strategy is first. Shares are fractions of the iteration, averaged over ranks."
@@ -110,7 +110,7 @@ def _strategies(report: ReportContents) -> Markup:
     return section("strategies", "Strategies", f"{intro} {more}".strip(), shown)
 
 
-def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Sequence[int]) -> Markup:
+def _strategy_row(i: int, row: Contender, fastest: float, kept: Sequence[int]) -> Markup:
     mark = tag("span", "best", class_="badge") if not row.why else str(i + 1)
     bar = tag("i", class_="bar", style=f"width:{100 * fastest / row.seconds:.0f}%") if row.seconds else None
     why = join(row.why or "–", tag("small", row.origin) if row.origin else None)
@@ -121,7 +121,6 @@ def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Seq
         tag("td", number_format.seconds(row.seconds) if row.seconds else "does not fit", bar),
         tag("td", number_format.rate(row.tokens_per_s)),
         *[tag("td", number_format.share(part)) for _, part in row.shares],
-        *[tag("td", "–") for _ in range(shares - len(row.shares))],
         tag("td", why, class_="left why"),
     ]
     return tag("tr", [cells[k] for k in kept], class_="best" if not row.why else None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hydragraph.atomic_write import save_figure
 from hydragraph.train.goodput import account
-from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.step_metrics import Metrics, strategy_names
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
 
 _SIGNS: Mapping[Name, str] = {
@@ -75,13 +75,10 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
-    strategies = sorted({m.strategy for m in metrics})
-    names = [strategy.partition("@")[0] for strategy in strategies]
-    for i, strategy in enumerate(strategies):
+    names = sorted(strategy_names(metrics).items())
+    for i, (strategy, label) in enumerate(names):
         chosen = [m for m in metrics if m.strategy == strategy]
         steps, losses = [m.step for m in chosen], [m.loss for m in chosen]
-        # The full text includes a fingerprint, which distinguishes equal names.
-        label = names[i] if names.count(names[i]) == 1 else strategy
         axes.plot(steps, losses, ".", color=f"C{i}", alpha=0.6, markersize=5, label=label)
     smooth = smoothed([m.loss for m in metrics])
     axes.plot([m.step for m in metrics], smooth, color="0.25", linewidth=1.2, label="smoothed")

@@ -222,7 +222,7 @@ def resumed(
     undone: int | None,
     moved: int,
     seconds: float,
-    read: Mapping[str, int] | None = None,
+    read: Mapping[str, int],
 ) -> RunEvent:
     """Return the event that reports the continued run.
 
@@ -237,9 +237,9 @@ def resumed(
     if survived.restored is not None:
         lost = 0 if undone is None else max(0, undone - survived.restored)
         redone = "" if undone is None else f", {lost} steps earlier"
-        places = ", ".join(f"{size / 1e6:.3g} MB from {place}" for place, size in (read or {}).items() if size)
+        places = ", ".join(f"{size / 1e6:.3g} MB from {place}" for place, size in read.items() if size)
         source = f" (read in pieces: {places})" if places else ""
         state = f"{STATE_LOST}, so all ranks returned to the checkpoint after step {survived.restored}{redone}{source}"
     why = f"{ranks} ranks continue after step {step} with {strategies}; {state}"
-    numbers: dict[str, Any] = {"lost_steps": lost, "moved_bytes": moved, "read_bytes": dict(read or {})}
+    numbers: dict[str, Any] = {"lost_steps": lost, "moved_bytes": moved, "read_bytes": dict(read)}
     return RunEvent(step, "resumed", tuple(range(ranks)), seconds, why, **numbers)

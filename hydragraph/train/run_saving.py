@@ -34,7 +34,7 @@ def load(
     last: Checkpoint,
     fall_back: bool,
     leader: Watcher | None,
-    pieces: Pieces | None = None,
+    pieces: Pieces | None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Load a checkpoint; if it is damaged, load an earlier one. Return the loaded checkpoint and its extra data.
 

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -183,6 +183,13 @@ class MetricsLog:
             scalars = {f"rate_of_{rank}": event.rates.get(rank, 1.0) for rank in event.ranks}
         for name, value in scalars.items():
             self._tensorboard.add_scalar(f"ranks/{name}", value, event.step)
+
+
+def strategy_names(metrics: Sequence[Metrics]) -> dict[str, str]:
+    """Return each strategy's text without its fingerprint, unless several strategies would get the same name."""
+    texts = list(dict.fromkeys(m.strategy for m in metrics))
+    short = [text.partition("@")[0] for text in texts]
+    return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
 
 
 def peak_memory(device: torch.device) -> int:

@@ -39,5 +39,5 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     assert "there.yaml already exists: replace it with --overwrite, or name another file with --to" in refused.stderr
     assert run("init", "--to", tmp_path / "there.yaml", "--overwrite").exit_code == 0
     assert "name a file with --to" in run("init", "--to", tmp_path, "--overwrite").stderr
-    assert "create it first" in run("init", "--to", tmp_path / "none" / "a.yaml").stderr
+    assert "create it, or name another" in run("init", "--to", tmp_path / "none" / "a.yaml").stderr
     assert "does not exist" in run("init", tmp_path / "none.txt", "--to", tmp_path / "b.yaml").stderr

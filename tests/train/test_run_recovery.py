@@ -122,10 +122,10 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
     assert [before for _, before in told] == [3, 2], "three when the first was lost, two when the second was"
     assert [(e.event, e.ranks) for e in changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
     assert [paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
-    on = resumed(told, 2, None, 10**6, 0.75)
+    on = resumed(told, 2, None, 10**6, 0.75, {})
     assert (on.seconds, on.moved_bytes, on.ranks) == (0.75, 10**6, (0, 1))
     assert STATE_LOST not in on.why, "`hydragraph chaos` would count it as a loss of state"
-    back = resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
+    back = resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0, {})
     assert back.lost_steps == 2
     assert "all ranks returned to the checkpoint after step 1, 2 steps earlier" in back.why
 
