@@ -141,6 +141,35 @@ WAYS: dict[str, tuple[str, Place]] = {
         "right",
         ("frontend/test_unplaced.py", "test_padding_ids_inside_sequences_are_right", "Roberta"),
     ),
+    # In data and configs.
+    "text files beside pairs": (
+        "refused",
+        (
+            "train/test_data.py",
+            "test_text_files_are_refused_beside_records_of_a_format_that_texts_cannot_have",
+            '"preference"',
+        ),
+    ),
+    "files that are trained on and evaluated on": (
+        "refused",
+        ("train/test_data.py", "test_files_that_are_trained_on_are_not_evaluated_on", "data.evaluation.val"),
+    ),
+    "later corpora of a mixture in an evaluation": (
+        "right",
+        ("train/test_data.py", "test_each_corpus_of_a_mixture_is_evaluated", "len(batches) == 4"),
+    ),
+    "formats and fields beside a mixture": (
+        "refused",
+        ("train/test_config.py", "test_fields_of_one_corpus_are_refused_beside_a_mixture", '"suffixes": [".md"]'),
+    ),
+    "settings for generation in exports": (
+        "right",
+        (
+            "train/test_huggingface_export.py",
+            "test_settings_for_generation_are_those_of_the_models_directory",
+            "temperature=0.3",
+        ),
+    ),
     # What crashed obscurely.
     "parameters that no block uses": (
         "right",
