@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.cluster.rendezvous.member import here
+from hydragraph.cluster.rendezvous.member import comes_late, here
 from hydragraph.runtime.state_movement import carry
 from tests.models import llama, sequences
 from tests.ready import Ready
@@ -186,8 +186,7 @@ def home_of(step: int, ranks: int, copies: int) -> hg.Home:
 
 def train(prepared: Ready, plan: Plan) -> int:
     """Train, apply this rank's strikes, continue; return the number of steps done."""
-    member = here()
-    comes = member is not None and member.late
+    comes = comes_late()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hydragraph.engine.state_transfer.carry", partial(carry, chunk=16_384))  # many messages
         patch.setattr("hydragraph.engine.live_reshard.CHUNK", 16_384)

@@ -25,11 +25,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def latest(directory: PathLike) -> Path | None:
-    checkpoints = complete(directory)
-    return checkpoints[-1][1] if checkpoints else None
-
-
 def complete(directory: PathLike) -> list[tuple[int, Path]]:
     """List the complete checkpoints `step-N` of a directory as (N, path), ascending."""
     folder = Path(directory)

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import hydragraph as hg
 from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.background_save import Saver
-from hydragraph.checkpoint.folder import latest
+from hydragraph.checkpoint.folder import complete
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import PRELOAD, join, launch
 from hydragraph.runtime.shard_boxes import OwnedBoxes
@@ -270,7 +270,7 @@ def test_a_process_that_ends_waits_and_one_that_is_killed_loses_only_the_new(
     groups, _ = groups_and_saver()
     home, optimizer = trained(ALONE, "sgd")
     assert save_and_load.load(tmp_path / "c", home, optimizer, groups) == {"number": number}
-    assert latest(tmp_path) is None
+    assert complete(tmp_path) == []
     left = [path.name for path in tmp_path.iterdir()]
     assert len(left) == (2 if how == "kill" else 1)
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from hydragraph.checkpoint import save_and_load
-from hydragraph.checkpoint.folder import latest, prune
+from hydragraph.checkpoint.folder import complete, prune
 from hydragraph.cluster.communicators import Groups
 from tests.runtime.homes import ALONE, make
 
@@ -46,9 +46,8 @@ def test_a_replacement_that_fails_to_move_in_is_undone(made: Path, groups: Group
         save_and_load.load(made, home, optimizer, groups)
 
 
-def test_latest_and_prune(tmp_path: Path, groups: Groups) -> None:
-    assert latest(tmp_path / "nowhere") is None
-    assert latest(tmp_path) is None
+def test_complete_and_prune(tmp_path: Path, groups: Groups) -> None:
+    assert complete(tmp_path / "nowhere") == complete(tmp_path) == []
     prune(tmp_path, 1)
     home, optimizer = make(ALONE)
     for number in (2, 9, 10):
@@ -56,7 +55,7 @@ def test_latest_and_prune(tmp_path: Path, groups: Groups) -> None:
     others = ["step-11", "step-10.tmp-00000000", "step-9.old-ffffffff", "step-11.tmp-00000000", "step-1-mine"]
     for name in others:
         (tmp_path / name).mkdir()
-    assert latest(tmp_path) == tmp_path / "step-10"
+    assert complete(tmp_path)[-1] == (10, tmp_path / "step-10")
     prune(tmp_path, 2)
     kept = {"step-9", "step-10", "step-11", "step-11.tmp-00000000", "step-1-mine"}
     assert {path.name for path in tmp_path.iterdir()} == kept

@@ -120,7 +120,7 @@ def run_member(
         _allow_many_files()
         kept = os.environ.get(KEPT)
         store = partial(client, seat.host, seat.port)
-        member = Member(number, store, late, grace_s, kept if follows(kept) else None, seat.ranks)
+        member = Member(number, store, grace_s, kept if follows(kept) else None, seat.ranks)
         member.listen_to_signals()
         member.introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
         be(member)

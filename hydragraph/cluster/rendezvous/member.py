@@ -42,7 +42,6 @@ class Member:
 
     Args:
         connect: function that returns a new client of the store, because an old client may still be waiting.
-        late: whether the other members are already running.
         grace_s: seconds after SIGTERM until this process ends, even if its state is not handed over.
         folder: private folder of the supervisor, if the store moves with the leader.
         ranks: number of ranks that the launch asks for.
@@ -52,14 +51,12 @@ class Member:
         self,
         number: int,
         connect: Callable[[], Store],
-        late: bool,
         grace_s: float,
         folder: str | None = None,
         ranks: int = 1,
     ) -> None:
         self.number = number
         self.ranks = ranks
-        self.late = late
         self.generation = Generation()
         self.holds = 0
         self.leaving = False
@@ -101,9 +98,6 @@ class Member:
     @property
     def peers(self) -> tuple[Peer, ...]:
         return tuple(self._place.peer(member) for member in self.generation.members)
-
-    def peer(self, member: int) -> Peer:
-        return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
         """Leave the current generation, and enter the next one with an initialized process group.

@@ -17,14 +17,12 @@ class Peer:
 
     Attributes:
         seat: initial rank of this process or of the process that it replaces.
-        device: compute device; "" until reported.
     """
 
     member: int
     seat: int
     pid: int
     host: str
-    device: str = ""
     node: int = 0
 
 
