@@ -150,10 +150,6 @@ WAYS: dict[str, tuple[str, Place]] = {
             '"preference"',
         ),
     ),
-    "files that are trained on and evaluated on": (
-        "refused",
-        ("train/test_data.py", "test_files_that_are_trained_on_are_not_evaluated_on", "data.evaluation.val"),
-    ),
     "later corpora of a mixture in an evaluation": (
         "right",
         ("train/test_data.py", "test_each_corpus_of_a_mixture_is_evaluated", "len(batches) == 4"),

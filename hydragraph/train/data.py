@@ -82,7 +82,6 @@ def check_data(config: TrainConfig) -> None:
         holds |= formats
     if not holds:
         raise ValueError(_NO_TEXT)
-    _check_separate(config)
     if "preference" in holds and config.objective is None:
         raise ValueError(
             "the data has pairs of answers (chosen, rejected): set 'objective: {dpo: {beta: 0.1}}'; to train only on "
@@ -101,7 +100,7 @@ def check_data(config: TrainConfig) -> None:
         )
 
 
-def _check_separate(config: TrainConfig) -> None:
+def _shared_files(config: TrainConfig) -> Iterator[str]:
     trained: dict[str, str] = {}
     for name, source in _named(config.data).items() if config.evaluates else ():
         files = {os.path.realpath(path): str(path) for path in corpus.files(_paths(source), source.suffixes)}
@@ -109,8 +108,8 @@ def _check_separate(config: TrainConfig) -> None:
         training = not name.startswith("data.evaluation.")
         if shared and (config.data.held_out or not training):
             more = f" and {len(shared) - 1} more files are" if shared[1:] else " is"
-            raise ValueError(
-                f"{files[shared[0]]}{more} in {trained[shared[0]]} and in {name}, so the run would be evaluated on its "
+            yield (
+                f"{files[shared[0]]}{more} in {trained[shared[0]]} and in {name}, so the run is evaluated on its "
                 "training data: list each file only once (in paths, name files instead of their directory)"
             )
         trained.update(dict.fromkeys(files, name) if training else {})
@@ -143,6 +142,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
     for name in ("heldout", "evaluation") if not config.evaluates else ():
         if getattr(config.data, name):
             yield f"data.{name} is set, but the run never evaluates: set evaluate_every or evaluate_per_epoch"
+    yield from _shared_files(config)
     for source in (*config.data.sources, *config.data.evaluation.values()):
         paths = _paths(source)
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]

@@ -274,22 +274,20 @@ def test_each_corpus_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
     assert str(batches[0][0]) != str(batches[2][0])
 
 
-def test_files_that_are_trained_on_are_not_evaluated_on(tmp_path: Path) -> None:
+def test_a_remark_names_files_that_are_trained_on_and_evaluated_on(tmp_path: Path) -> None:
     train, val = (chat_file(tmp_path, name) for name in ("a.jsonl", "val.jsonl"))
     held = {"val": {"paths": [val]}}
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     for where in (tmp_path, link):
-        with pytest.raises(
-            ValueError, match=r"val.jsonl is in data.paths and in data.evaluation.val, so .*: list each"
-        ):
-            prepare(config(tmp_path, paths=[str(where)], suffixes=[".jsonl"], evaluation=held))
-    prepare(config(tmp_path, paths=[train], evaluation=held))
+        (remark,) = data_remarks(config(tmp_path, paths=[str(where)], suffixes=[".jsonl"], evaluation=held))
+        assert re.search(r"val.jsonl is in data.paths and in data.evaluation.val, so .*: list each", remark)
+    assert not [*data_remarks(config(tmp_path, paths=[train], evaluation=held))]
     both = [{"paths": [train]}, {"paths": [train, val]}]
-    with pytest.raises(ValueError, match=r"a.jsonl is in data.mixture\[0\] and in data.mixture\[1\]"):
-        prepare(config(tmp_path, paths=[], mixture=both))
+    (remark,) = data_remarks(config(tmp_path, paths=[], mixture=both))
+    assert "a.jsonl is in data.mixture[0] and in data.mixture[1]" in remark
     other = {"other": {"paths": [chat_file(tmp_path, "c.jsonl")]}}
-    prepare(config(tmp_path, paths=[], mixture=both, heldout=0.0, evaluation=other))
+    assert not [*data_remarks(config(tmp_path, paths=[], mixture=both, heldout=0.0, evaluation=other))]
 
 
 def test_corpora_on_which_the_run_never_evaluates_are_remarked(tmp_path: Path) -> None:
