@@ -182,11 +182,11 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     return extra
 
 
-def read_steps(path: Path) -> int:
+def read_extra(path: Path) -> dict[str, Any]:
     contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
     read_entries(contents, Reader(path, read_manifest(path).files))
-    steps: int = decoded(cast(bytes, contents[ENTRY]))["extra"]["steps"]
-    return steps
+    extra: dict[str, Any] = decoded(cast(bytes, contents[ENTRY]))["extra"]
+    return extra
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:

@@ -19,6 +19,14 @@ _Indices = npt.NDArray[np.int64]
 IGNORED = -100  # ignore_index of PyTorch
 _SPLIT_STREAM = 0
 _EPOCH_STREAM = 1
+_CONFIG_FIELDS = {
+    "file": "data",
+    "tokens": "data.tokens_per_step",
+    "max_length": "data.max_length",
+    "heldout": "data.heldout",
+    "overlong": "data.overlong",
+    "pairs": "objective",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +234,7 @@ class MiniBatches(Iterator[list[Drawn]]):
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: {name} is {theirs!r}, but {mine!r} in this stream: "
-                    f"resume with the same {name}, or start a new run"
+                    f"resume with the same {_CONFIG_FIELDS.get(name, name)}, or start a new run"
                 )
         epoch = state["epoch"]
         position = state["position"]

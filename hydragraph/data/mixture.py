@@ -46,7 +46,7 @@ class Mixture(Iterator[list[Drawn]]):
         if weights != list(self._weights):
             raise ValueError(
                 f"mini-batch state: the mixture's weights are {weights}, but {list(self._weights)} in this stream: "
-                "resume with the same mixture, or start a new run"
+                "resume with the same data.mixture, or start a new run"
             )
         for member, own in zip(self.members, state["members"], strict=True):
             member.load_state_dict(own)

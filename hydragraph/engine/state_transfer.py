@@ -208,7 +208,7 @@ def read(session: Session, restore: Restore) -> Brought:
 
 def _steps_of(path: Path) -> int:
     try:
-        return save_and_load.read_steps(path)
+        return int(save_and_load.read_extra(path)["steps"])
     except Exception:  # torch raises many kinds of errors for damaged files
         return -1
 

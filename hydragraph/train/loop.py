@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydragraph.checkpoint.manifest import check_model, read_manifest
+from hydragraph.checkpoint.optimizer_state import kind_of
+from hydragraph.checkpoint.save_and_load import read_extra
 from hydragraph.checkpoint.shared_directory import leave_mark, see
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, apart, join
@@ -62,6 +65,7 @@ from hydragraph.train.run_saving import (
     stops_after,
     write_spans,
 )
+from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.step_reporting import log_step, open_log, peak_of
 from hydragraph.train.straggler_setup import controller_of, follows, policy_of
 from hydragraph.train.stragglers.run_events import RunEvent, append_event
@@ -104,6 +108,8 @@ def train(
 
         def own() -> Checkpoint | None:
             last = folder.check(config, begin, step)
+            if last is not None:
+                read_metrics(folder.metrics)  # refuses damaged lines
             owned.enter_context(folder.owned())
             return last
 
@@ -207,26 +213,22 @@ def _session(
         executor.load_pretrained(Path(config.model.weights))
     with stopping.working(), ExitStack() as stack:
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
-        # `begin` may delete an earlier run, so all checks come first.
         begin = partial(folder.begin, config, start.begin, start.step)
-        last = together(world, "creating the run's folder", world.rank == 0, begin)[0]
-        if leader is not None:
-            tokenizer.copy(tokens.directory, folder.tokenizer)
+        last, done = start.last, 0
+        # `begin` may delete an earlier run, so all checks come first.
+        if last is None:
+            together(world, "creating the run's folder", world.rank == 0, begin)
         if stop := _score(prepared, executor, start, world, stopping, leader):
             executor.close()
             return RunOutcome(folder, (), stop)
         evaluation = prepared.evaluation()
-        pieces = open_pieces(config, world, folder)
-        done = 0
         if last is not None:
-            last, extra = load(world, folder, executor, last, start.step is None, leader, pieces)
-            batches.load_state_dict(extra["mini_batches"])
-            done = extra.get("step", last.step)
-            if done > config.steps:
-                raise ValueError(
-                    f"the checkpoint pieces are from step {done}, past the last step: set steps to {done} or more"
-                )
-            if leader is not None:
+            last, done = _load(prepared, executor, batches, last, start.step is None, world, folder, leader)
+            together(world, "continuing in the run's folder", world.rank == 0, begin)
+        pieces = open_pieces(config, world, folder)
+        if leader is not None:
+            tokenizer.copy(tokens.directory, folder.tokenizer)
+            if last is not None:
                 _note_resumed(config, folder, leader, world.ranks, done, last, changed)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
@@ -290,9 +292,42 @@ def _score(
     missing = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
         return 0
-    if weights is not None and start.last is not None:
-        executor.load_pretrained(Path(weights))
+    if start.last is not None:
+        checked = partial(_check_checkpoint, start.last.path, prepared, executor)
+        together(world, "checking the checkpoint", world.rank == 0, checked)
+        if weights is not None:
+            executor.load_pretrained(Path(weights))
     return reference.complete(missing, executor, world, stopping, leader)
+
+
+def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
+    try:
+        manifest, extra = read_manifest(path), read_extra(path)
+    except Exception:  # `load` reports damage
+        return
+    shapes = {name: parameter.shape for name, parameter in executor.program.parameters.items()}
+    check_model(path, manifest, shapes, kind_of(executor.optimizer))
+    prepared.anew().load_state_dict(extra["user"]["mini_batches"])
+
+
+def _load(
+    prepared: _RunInputs,
+    executor: Any,
+    batches: MiniBatches | Mixture,
+    last: Checkpoint,
+    newest: bool,
+    world: World,
+    folder: RunFolder,
+    leader: Watcher | None,
+) -> tuple[Checkpoint, int]:
+    steps = prepared.config.steps
+    pieces = open_pieces(prepared.config, world, folder) if newest else None
+    last, extra = load(world, folder, executor, last, newest, leader, pieces)
+    batches.load_state_dict(extra["mini_batches"])
+    done: int = extra.get("step", last.step)
+    if done > steps:
+        raise ValueError(f"the checkpoint pieces are from step {done}, past the last step: set steps to {done} or more")
+    return last, done
 
 
 def _note_resumed(

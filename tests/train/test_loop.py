@@ -254,6 +254,20 @@ def test_resuming_says_where_and_what_the_config_changes(tmp_path: Path) -> None
     assert watched.notes[0].endswith("step-00000007")
 
 
+def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    whole = train(config(tmp_path, keep=3), "new", compile_plain, Watched())
+    (whole.folder.tokenizer / "tokenizer.json").write_text("of this run")
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in whole.folder.path.rglob("*") if path.is_file()}
+
+    before = contents()
+    changed = config(tmp_path, keep=3, data={**settings(tmp_path)["data"], "tokens_per_step": 128})
+    with pytest.raises(ValueError, match=r"tokens is 96, but 128 .* resume with the same data\.tokens_per_step"):
+        train(changed, "resume", compile_plain, Watched(), step=4)
+    assert contents() == before
+
+
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(tmp_path: Path) -> None:
     whole = train(config(tmp_path, keep=3), "new", compile_plain, Watched())
     places = [whole.folder.place(step) for step in (2, 4, 6)]

@@ -153,6 +153,15 @@ def test_a_resumed_run_scores_what_is_missing_with_the_model_before_training(tmp
     assert stored != (tmp_path / "run" / "reference.npz").read_bytes()
 
 
+def test_a_resume_that_is_refused_keeps_the_scores(tmp_path: Path) -> None:
+    train(config(tmp_path, steps=1), "new", hg.compile, Watched())
+    stored = (tmp_path / "run" / "reference.npz").read_bytes()
+    changed = config(tmp_path, steps=2, data={"max_length": 60})
+    with pytest.raises(ValueError, match=r"resume with the same data\.max_length"):
+        train(changed, "resume", hg.compile, Watched())
+    assert stored == (tmp_path / "run" / "reference.npz").read_bytes()
+
+
 @thorough
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("strategies", [["<tp2,pp1>"], ["<tp1,pp2>", "<[0]x2> + <[1]x2>"], ["auto"]])
