@@ -51,7 +51,7 @@ from hydragraph.train.data import (
 from hydragraph.train.model import adapted, build_model, captured_loss, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
-from hydragraph.train.reference_scores import ReferenceScores
+from hydragraph.train.reference_scores import ReferenceScores, model_identity
 from hydragraph.train.run_folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.run_pieces import check_places, keep_pieces, open_pieces
 from hydragraph.train.run_recovery import go_on, write_run_ranks
@@ -153,13 +153,19 @@ class _RunInputs:
     anew: Callable[[], MiniBatches | Mixture]
 
     @staticmethod
-    def of(config: TrainConfig, tokens: Tokens, model: nn.Module, ranks: int, folder: RunFolder) -> _RunInputs:
+    def of(
+        config: TrainConfig, tokens: Tokens, model: nn.Module, ranks: int, folder: RunFolder, world: World | None
+    ) -> _RunInputs:
         strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
         config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
         reference = None
         if config.objective is not None and config.objective.needs_reference:
             evaluation = evaluation_streams(config, tokens) if config.evaluates else {}
-            reference = ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation)
+            identify = partial(model_identity, config)
+            identity = None
+            if world is not None:
+                identity = together(world, "reading the model's files", world.rank == 0, identify)[0]
+            reference = ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation, identity)
         anew = partial(mini_batches, config, tokens, None if reference is None else reference.of)
         return _RunInputs(config, tokens, model, strategies, reference, anew)
 
@@ -199,7 +205,7 @@ def _session(
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
-    prepared = _RunInputs.of(config, tokens, _model(config, tokens), ranks, folder)
+    prepared = _RunInputs.of(config, tokens, _model(config, tokens), ranks, folder, world)
     batches = prepared.anew()
     _check_inputs(config, prepared, batches, start)
     if leader is not None:
@@ -368,7 +374,7 @@ def _join_run(
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
     else:
         model = _model(config, tokens)
-    prepared = _RunInputs.of(config, tokens, model, config.ranks, folder)
+    prepared = _RunInputs.of(config, tokens, model, config.ranks, folder, None)
     if prepared.reference is not None:
         prepared.reference.read()
     batches = prepared.anew()

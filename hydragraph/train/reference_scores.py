@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
@@ -29,14 +30,22 @@ _EVERY_S = 60.0  # maximum time in seconds between two writes
 class ReferenceScores:
     """Scores of every answer that a run reads.
 
+    Args:
+        model: `model_identity`, or None to read the scores of any model.
+
     Attributes:
         of: for each stream, the scores of its chunks, fp32 [chunks], updated in place; NaN: unknown.
     """
 
     def __init__(
-        self, path: Path, train: MiniBatches | Mixture, evaluation: Mapping[str, Iterable[MiniBatches]]
+        self,
+        path: Path,
+        train: MiniBatches | Mixture,
+        evaluation: Mapping[str, Iterable[MiniBatches]],
+        model: str | None,
     ) -> None:
         self._path = path
+        self._model = model
         self._train = train
         members = train.members if isinstance(train, Mixture) else (train,)
         self._streams = {train_name(i): member for i, member in enumerate(members)}
@@ -52,6 +61,8 @@ class ReferenceScores:
         if not self._path.is_file():
             return
         with np.load(self._path) as stored:
+            if self._model is not None and ("model" not in stored or str(stored["model"]) != self._model):
+                return
             for name, stream in self._streams.items():
                 if name in stored and str(stored[f"{name} of"]) == stream.identity:
                     self.of[name][:] = stored[name]
@@ -79,7 +90,7 @@ class ReferenceScores:
     ) -> int:
         """Score answers with the executor's weights; must be called on all ranks.
 
-        Return 0, or the signal that asked a rank to stop; in both cases, the file then contains all computed scores.
+        Return 0, or the signal that asked a rank to stop.
         """
         count = sum(map(len, missing))
         done = 0
@@ -118,7 +129,18 @@ class ReferenceScores:
             return
         identities = {f"{name} of": np.array(stream.identity) for name, stream in self._streams.items()}
         with whole_file(self._path) as file:
-            np.savez(file, allow_pickle=False, **self.of, **identities)
+            np.savez(file, allow_pickle=False, **self.of, **identities, model=np.array(self._model))
+
+
+def model_identity(config: TrainConfig) -> str:
+    """Describe a model by its settings, and by the sizes and modification times of its files."""
+    model = config.model
+    if model.directory is None:
+        return json.dumps([model.architecture, model.config, config.seed], default=str)
+    folder = Path(model.directory).absolute()
+    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return json.dumps([model.architecture, model.config, str(folder), files], default=str)
 
 
 def train_name(member: int) -> str:

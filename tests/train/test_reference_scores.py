@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.spec.record import from_record
-from hydragraph.train.config import TrainConfig
-from hydragraph.train.reference_scores import ReferenceScores, evaluation_name, train_name
+from hydragraph.train.config import ModelConfig, TrainConfig
+from hydragraph.train.reference_scores import ReferenceScores, evaluation_name, model_identity, train_name
 from tests.data.written import write_tokens
 from tests.train.plain import settings
 
@@ -56,9 +57,11 @@ def config(folder: Path, steps: int) -> TrainConfig:
     return replace(from_record(TrainConfig, settings(folder)), steps=steps, evaluate_batches=1)
 
 
-def scored(path: Path, folder: Path, steps: int, calls: int = -1) -> tuple[ReferenceScores, list[int], int]:
+def scored(
+    path: Path, folder: Path, steps: int, calls: int = -1, model: str = "first"
+) -> tuple[ReferenceScores, list[int], int]:
     """Complete the scores of a run; return them, the answers that were scored, and the signal that ended it."""
-    reference = ReferenceScores(path, stream(folder, "train"), {"heldout": [stream(folder, "heldout", "A")]})
+    reference = ReferenceScores(path, stream(folder, "train"), {"heldout": [stream(folder, "heldout", "A")]}, model)
     stopping = Stopping(30)
     executor: Any = Executor(stopping, calls)
     signal = reference.complete(reference.missing(config(folder, steps)), executor, apart("cpu"), stopping, None)
@@ -97,14 +100,38 @@ def test_a_longer_run_scores_what_it_also_reads(tmp_path: Path) -> None:
 def test_scores_of_other_data_are_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "reference.npz"
     scored(path, tmp_path, 100)
-    other = ReferenceScores(path, stream(tmp_path, "other", "0"), {})
+    other = ReferenceScores(path, stream(tmp_path, "other", "0"), {}, "first")
     other.read()
     assert np.isnan(other.of[train_name(0)]).all()
 
 
+def test_scores_of_another_model_are_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "reference.npz"
+    first, everything, _ = scored(path, tmp_path, 3)
+    joining = ReferenceScores(path, stream(tmp_path, "train"), {}, None)
+    joining.read()
+    np.testing.assert_array_equal(joining.of[train_name(0)], first.of[train_name(0)])
+    assert scored(path, tmp_path, 3, model="second")[1] == everything
+
+
+def test_a_model_is_known_by_its_settings_and_files(tmp_path: Path) -> None:
+    new = config(tmp_path, 3)
+    seeded = replace(new, seed=1)
+    (tmp_path / "base").mkdir()
+    base = replace(new, model=ModelConfig(path=str(tmp_path / "base")))
+    seen = [model_identity(new), model_identity(seeded), model_identity(base)]
+    assert model_identity(replace(base, seed=1, steps=9)) == seen[-1]
+    for size in (1, 2):
+        (tmp_path / "base" / "model.safetensors").write_bytes(bytes(size))
+        seen.append(model_identity(base))
+    os.utime(tmp_path / "base" / "model.safetensors", (1, 1))
+    seen.append(model_identity(base))
+    assert len(set(seen)) == 6
+
+
 def test_answers_of_a_mixture_are_found_in_their_corpus(tmp_path: Path) -> None:
     members = [stream(tmp_path, "first"), stream(tmp_path, "second", "A")]
-    reference = ReferenceScores(tmp_path / "reference.npz", Mixture(members, (1.0, 1.0), 60), {})
+    reference = ReferenceScores(tmp_path / "reference.npz", Mixture(members, (1.0, 1.0), 60), {}, "first")
     executor: Any = Executor(stopping := Stopping(30))
     reference.complete(reference.missing(config(tmp_path, 40)), executor, apart("cpu"), stopping, None)
     for i, member in enumerate(members):
