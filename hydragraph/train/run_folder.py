@@ -87,6 +87,8 @@ class RunFolder:
         Checkpoints of later steps are renamed, so that they are ignored.
         """
         last = self.check(config, how, step)
+        if how == "overwrite":
+            self.reference.unlink(missing_ok=True)
         if how == "overwrite" or (how == "auto" and last is None):
             self._clear()
         for checkpoint in self._all() if step is not None else ():
@@ -178,7 +180,7 @@ class RunFolder:
         """
         if self.began in (0.0, before):
             return how, step
-        return ("overwrite" if self.last() is None else "resume"), None
+        return "auto", None
 
     def place(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
@@ -245,11 +247,11 @@ class RunFolder:
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 
     def _clear(self) -> None:
-        """Remove an earlier run, but not cached data."""
+        """Remove an earlier run, but not cached data and reference scores."""
         for path in (self.checkpoints, self.tensorboard, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
         files = (self.metrics, self.events, self.ranks, self.slow, self.picture, self.trace, self.corrections)
-        for path in (*files, self.reference, self.config):
+        for path in (*files, self.config):
             path.unlink(missing_ok=True)
 
 

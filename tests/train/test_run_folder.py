@@ -71,7 +71,7 @@ def test_overwriting_keeps_data_and_strangers(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.begin(config(tmp_path), "new")
     save(folder, 4)
-    for path in (folder.path / "data" / "x", folder.path / "notes.txt", folder.model / "weights"):
+    for path in (folder.path / "data" / "x", folder.path / "notes.txt", folder.model / "weights", folder.reference):
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
     folder.begin(config(tmp_path), "overwrite")
@@ -93,8 +93,10 @@ def test_a_job_that_a_scheduler_starts_again_begins_once_and_then_continues(tmp_
     folder = RunFolder(tmp_path / "run")
     assert folder.begin(config(tmp_path), "auto") is None
     folder.metrics.write_text("{}\n")  # of steps after which there was no checkpoint: they are done again
+    folder.reference.write_text("scores")
     assert folder.begin(config(tmp_path), "auto") is None
     assert not folder.metrics.exists()
+    assert folder.reference.exists()
     save(folder, 4)
     folder.metrics.write_text("{}\n")
     last = folder.begin(config(tmp_path), "auto")
@@ -180,10 +182,10 @@ def test_only_what_this_call_has_begun_goes_on_by_itself(
     now = time.time() + jump_s  # the clock may be set between the call and the start of training
     monkeypatch.setattr(time, "time", lambda: now)
     folder.begin(config(tmp_path), "new")
-    assert folder.again("new", before) == ("overwrite", None)
+    assert folder.again("overwrite", before) == ("auto", None), "scores of this run are kept"
     save(folder, 4)
-    assert folder.again("new", before) == ("resume", None)
-    assert folder.again("new", before, 4) == ("resume", None)
+    assert folder.again("new", before) == ("auto", None)
+    assert folder.again("new", before, 4) == ("auto", None)
     later = folder.began
     assert folder.again("new", later) == ("new", None)  # that is another call's run
     assert folder.again("overwrite", later, 4) == ("overwrite", 4)
