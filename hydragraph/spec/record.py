@@ -69,7 +69,10 @@ def _mistake(error: yaml.YAMLError) -> str:
 def load_record(
     cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
-    data = load_yaml(path)
+    return checked_record(cls, load_yaml(path), path, name, hints)
+
+
+def checked_record(cls: type[Record], data: object, path: str | Path, name: str, hints: Mapping[str, str]) -> Record:
     if data is None:
         raise ValueError(f"{path}: the file is empty: write {_example(cls)}")
     try:
@@ -155,6 +158,11 @@ def _example(cls: type[Any]) -> str:
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     names = required or [field.name for field in fields(cls)][:1]
     return f"{{{', '.join(f'{name}: ...' for name in names)}}}"
+
+
+def section_record(cls: type[Any], name: str, value: object) -> Any:
+    """Return a field's value, which may have a short form, as `to_record` does."""
+    return to_record(_from_value(get_type_hints(cls)[name], value, name, {}))
 
 
 def to_record(value: Any) -> Any:

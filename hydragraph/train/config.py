@@ -16,7 +16,7 @@ from hydragraph.atomic_write import write_whole
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
-from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml
+from hydragraph.spec.record import checked_record, flow_yaml, from_record, load_yaml, parse_yaml
 from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, plain
 from hydragraph.train.field_checks import (
@@ -678,21 +678,17 @@ class TrainConfig:
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a YAML file, and apply overrides such as "optimizer.lr=1e-3".
 
-        The config is checked before and after the overrides are applied.
-
         Raises:
             ValueError: a field is unknown, missing or invalid.
         """
-        return overridden(load_record(cls, path, "the config", remedies()), overrides)
+        data = load_yaml(path)
+        return overridden(checked_record(cls, data, path, "the config", remedies()), data, overrides)
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read a config from YAML text, and apply overrides like `load`.
-
-        Raises:
-            ValueError: a field is unknown, missing or invalid.
-        """
-        return overridden(from_record(cls, parse_yaml(text), name="the config", hints=remedies()), overrides)
+        """Read a config from YAML text, and apply overrides like `load`."""
+        data = parse_yaml(text)
+        return overridden(from_record(cls, data, name="the config", hints=remedies()), data, overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as YAML for `load`."""

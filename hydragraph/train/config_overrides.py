@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hydragraph.spec.record import from_record, parse_yaml, to_record
+from hydragraph.spec.record import from_record, parse_yaml, section_record
 from hydragraph.train.coming_from import remedies
 
 if TYPE_CHECKING:
@@ -44,12 +44,13 @@ def _short(value: object) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def overridden(config: Config, texts: Sequence[str]) -> Config:
+def overridden(config: Config, given: Any, texts: Sequence[str]) -> Config:
     """Return the config with every "section.field=value" applied; values are YAML.
 
-    The fields of a pair in `_PAIRS` exclude each other: an override of one removes the other.
+    They change the config's record, `given`, so that derived settings follow. The fields of a pair in `_PAIRS` exclude
+    each other: an override of one removes the other.
     """
-    data = to_record(config)
+    data = dict(given)
     names = {text.partition("=")[0].strip() for text in texts}
     failures: list[str] = []
     for text in texts:
@@ -61,9 +62,9 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
         if read and (other := _ALTERNATIVES.get(".".join(keys))) and other not in names:
             _remove(data, other.split("."))
         if _put(data, keys, read):
-            # An earlier override may have set the section in a short form, such as a string.
-            with suppress(ValueError):
-                data = to_record(from_record(type(config), data))
+            # The section may have a short form, such as a string.
+            with suppress(ValueError, KeyError):
+                data[keys[0]] = section_record(type(config), keys[0], data[keys[0]])
             if hurdle := _put(data, keys, read):
                 raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
         try:

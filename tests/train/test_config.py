@@ -139,6 +139,19 @@ def test_an_override_replaces_the_same_quantity_in_other_units(tmp_path: Path) -
     assert (config.steps, config.epochs, config.schedule.warmup_ratio) == (0, 1.5, 0.5)
 
 
+def test_settings_that_are_derived_follow_an_override(tmp_path: Path) -> None:
+    twice = write(tmp_path, {"elastic": {"copies": 2}, "home": "2,1", "ranks": 2})
+    assert TrainConfig.load(twice).home == Home([2, 1], 2)
+    assert TrainConfig.load(twice, ["elastic.copies=1"]).home == Home([2, 1], 1)
+    assert TrainConfig.load(twice, ["home.shares=[1,1]", "elastic.copies=1"]).home == Home([1, 1], 1)
+    chosen = write(tmp_path, {"strategies": "auto"})
+    assert TrainConfig.load(chosen).plan.choose
+    assert not TrainConfig.load(chosen, ['strategies=["<tp1,pp1>"]']).plan.choose
+    pairs = write(tmp_path, {"objective": "dpo"})
+    assert TrainConfig.load(pairs, ["objective.dpo.beta=0.2"]).data.format == "preference"
+    assert TrainConfig.load(pairs, ["objective=null"]).data.format == "auto"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
