@@ -40,7 +40,7 @@ from hydragraph.commands import (
 from hydragraph.commands.bench.command import bench_app
 from hydragraph.commands.launch_process import launched
 from hydragraph.commands.options import check_written
-from hydragraph.errors import EndedElsewhere, RankFailure, Unreachable
+from hydragraph.errors import CallbackFailure, EndedElsewhere, RankFailure, Unreachable
 from hydragraph.version import __version__
 
 # Exit codes for a user's mistake and for a failed run.
@@ -143,6 +143,11 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
     except (FloatingPointError, RankFailure, EndedElsewhere, TimeoutError, Unreachable) as error:
+        _complain(str(error), debug)
+        raise typer.Exit(_FAILED) from None
+    except CallbackFailure as error:
+        if not debug:
+            print(error.__notes__[0], file=sys.stderr, end="")
         _complain(str(error), debug)
         raise typer.Exit(_FAILED) from None
     except Exception as error:

@@ -89,5 +89,9 @@ class Unreachable(RuntimeError):  # noqa: N818
     """Error raised if ranks of two hosts cannot connect. The message names the addresses that were tried."""
 
 
+class CallbackFailure(RuntimeError):  # noqa: N818
+    """Error raised by a callback; a note contains its traceback."""
+
+
 class EndedElsewhere(RuntimeError):  # noqa: N818
     """Error raised if another machine ended the run. The message gives the reason."""

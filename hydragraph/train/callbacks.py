@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydragraph.errors import CallbackFailure
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.step_metrics import Metrics
 
@@ -29,17 +33,39 @@ class Callbacks:
     def load(names: Sequence[str]) -> Callbacks:
         return Callbacks([load_callback(name) for name in names])
 
+    @contextmanager
+    def started(self, config: TrainConfig) -> Iterator[None]:
+        """Call on_start, and after the block on_end if on_start succeeded; errors of the block take precedence."""
+        with ExitStack() as ends:
+            for callback in self._objects:
+                _call(callback, "on_start", config)
+                ends.push(partial(_end, callback))
+            yield
+
     def call(self, event: str, *arguments: object) -> None:
-        """Call a method on all objects that define it; a RuntimeError names the callback that fails."""
         for callback in self._objects:
-            method = getattr(callback, event, None)
-            if method is None:
-                continue
-            try:
-                method(*arguments)
-            except Exception as error:
-                name = type(callback).__name__
-                raise RuntimeError(f"callbacks: {name}.{event} raises {type(error).__name__}: {error}") from error
+            _call(callback, event, *arguments)
+
+
+def _call(callback: object, event: str, *arguments: object) -> None:
+    method = getattr(callback, event, None)
+    if method is None:
+        return
+    try:
+        method(*arguments)
+    except Exception as error:
+        what = f"{type(callback).__name__}.{event} raises {type(error).__name__}: {error}"
+        failure = CallbackFailure(f"callbacks: {what}: correct the callback, or remove it from callbacks")
+        failure.add_note("".join(traceback.format_exception(error)))
+        raise failure from error
+
+
+def _end(callback: object, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+        _call(callback, "on_end")
+    except CallbackFailure:
+        if kind is None:
+            raise
 
 
 def load_callback(name: str) -> object:
@@ -60,8 +86,9 @@ def load_callback(name: str) -> object:
         for part in attribute.split("."):
             callback = getattr(callback, part)
         callback = callback() if isinstance(callback, type) else callback
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"callbacks: {name!r} cannot be loaded ({error}): correct the name or the module") from error
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"callbacks: {name!r} cannot be loaded ({why}): correct the name or the module") from error
     finally:
         sys.path[:] = path
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):

@@ -259,8 +259,7 @@ def _session(
             watched=() if member is None else member.generation.members,
         )
         if leader is not None:
-            stack.callback(callbacks.call, "on_end")
-            callbacks.call("on_start", config)
+            stack.enter_context(callbacks.started(config))
             for sentence in (*executor.planning.explanation, *filter(None, [executor.decision])):
                 leader.note(sentence)
             leader.started(done, config.steps)

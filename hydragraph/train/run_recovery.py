@@ -120,8 +120,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
     if log is None:
         if state.callbacks is None:
             state.callbacks = Callbacks.load(run.config.callbacks)
-            owned.callback(state.callbacks.call, "on_end")
-            state.callbacks.call("on_start", run.config)
+            owned.enter_context(state.callbacks.started(run.config))
         run = replace(run, callbacks=state.callbacks)
     # The log is already closed if another rank was lost in the meantime.
     if log is None or log.closed or survived.restored is not None:
