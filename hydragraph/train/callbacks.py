@@ -14,6 +14,7 @@ from typing import Any
 
 from hydragraph.errors import CallbackFailure
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_end")
@@ -108,8 +109,9 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def on_start(self, config: TrainConfig) -> None:
-        name = Path(config.output).name
-        self._run = self._wandb.init(name=name, id=name, resume="allow", config=asdict(config))
+        folder = RunFolder(Path(config.output))
+        name = folder.path.name
+        self._run = self._wandb.init(name=name, id=folder.tracked, resume="allow", config=asdict(config))
 
     def on_step(self, metrics: Metrics) -> None:
         numbers = {name: value for name, value in asdict(metrics).items() if isinstance(value, int | float)}

@@ -99,8 +99,10 @@ class RunFolder:
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
             run = ""  # a new name, so that earlier pieces are not read
+        tracked = self.tracked if last is not None and step is None else ""
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
+        names["tracked"] = tracked or _new_name()
         write_whole(self.owner, json.dumps(record | names))
         return last
 
@@ -109,6 +111,11 @@ class RunFolder:
         """Unique names of folder and run, "" if unset; a resumed run with checkpoint pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
+
+    @property
+    def tracked(self) -> str:
+        """Unique name for experiment trackers, kept if the last checkpoint is continued; "" if unset."""
+        return str(_read(self.owner).get("tracked", ""))
 
     @property
     def began(self) -> float:

@@ -161,6 +161,7 @@ def test_weights_and_biases_gets_the_numbers(tmp_path: Path, monkeypatch: pytest
         for metrics in outcome.history:
             callbacks.call("on_step", metrics)
     assert (wandb.given["name"], wandb.given["config"]["steps"]) == ("run", 6)
+    assert wandb.given["id"] == outcome.folder.tracked != ""
     assert [step for _, step in wandb.run.logged] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "lr", "eval/heldout", "perplexity/heldout"} <= set(wandb.run.logged[2][0])
     assert wandb.run.finished

@@ -58,6 +58,18 @@ def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_p
     assert folder.identity[1] not in runs, "its checkpoints are not kept in pieces, which would then be old"
 
 
+def test_a_tracker_sees_a_run_that_continues_as_the_same_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.tracked == ""
+    seen = []
+    for how, step in (("new", None), ("resume", None), ("auto", None), ("resume", 4), ("overwrite", None)):
+        folder.begin(config(tmp_path), how, step)  # type: ignore[arg-type]
+        seen.append(folder.tracked)
+        save(folder, 4) if not folder.place(4).exists() else None
+    assert seen[0] == seen[1] == seen[2] != ""
+    assert len({*seen}) == 3, "a tracker would drop the rows of steps that it already has"
+
+
 def test_new_runs_do_not_touch_old_ones(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.begin(config(tmp_path), "new")
