@@ -227,6 +227,7 @@ class Operations:
         during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
             during it.
         before_sums: for each sum (forward sums first), the products whose results the sum adds up over the ranks.
+        frozen_linear: the part of `linear` whose weights are frozen.
     """
 
     attention: Mapping[Reach, float]
@@ -235,6 +236,7 @@ class Operations:
     frozen: int
     during_sums: tuple[tuple[Product, ...], ...] = ()
     before_sums: tuple[tuple[Product, ...], ...] = ()
+    frozen_linear: float = 0.0
 
     @property
     def linear(self) -> float:
@@ -248,7 +250,7 @@ class Operations:
         )
         during, before = at_sums[: len(self.during_sums)], at_sums[len(self.during_sums) :]
         sizes = (self.parameters // parts, self.frozen // parts)
-        return Operations(attention, products, *sizes, tuple(during), tuple(before))
+        return Operations(attention, products, *sizes, tuple(during), tuple(before), self.frozen_linear / parts)
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
@@ -262,6 +264,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first list: before any sum
     parameters = 0
     frozen = 0
+    frozen_linear = 0.0
     for node, name in zip(graph.find_nodes(op="placeholder"), block.parameters, strict=False):
         local = program.parameters[name].local_shape(tp, tp - 1)
         parameters += math.prod(local)
@@ -269,6 +272,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
         if len(local) > 1 and node.name not in looked_up:
             products.append((rows.get(node.name, math.prod(local[:-2])), local[-2], local[-1]))
             by_weight[node] = products[-1]
+            frozen_linear += 0 if name in program.learning else 2.0 * math.prod(products[-1])
             # The head computes its weight's gradient before the sum.
             if name in program.learning and block is not program.blocks[-1]:
                 during_sums[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
@@ -282,7 +286,8 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     parts = {reach: per_pair / tp for reach, per_pair in attention.items()}
     # The head's products are part of its fused operator.
     before_sums = tuple(_before_sums(graph, {} if block is program.blocks[-1] else by_weight))
-    return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, during_sums[1:])), before_sums)
+    during = tuple(map(tuple, during_sums[1:]))
+    return Operations(parts, tuple(products), parameters, frozen, during, before_sums, frozen_linear)
 
 
 def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Iterator[tuple[Product, ...]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from hydragraph.cost.datasheet import operations
-from hydragraph.cost.reach import Reach
 from hydragraph.ir.program import Program
 from hydragraph.spec.known_devices import sheet_of
 
@@ -19,12 +18,18 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
     return sheet.flops_per_s if sheet is not None and sheet.bfloat16 and dtype is torch.bfloat16 else None
 
 
-def step_flops(program: Program, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of a step without recomputation; a backward pass counts as two forward passes."""
-    blocks = [operations(program, block, 1) for block in program.blocks]
-    linear = sum(block.linear for block in blocks)
-    attention = Counter[Reach]()
-    for block in blocks:
-        attention.update(block.attention)  # type: ignore[arg-type]
-    pairs = sum(per_pair * sum(map(reach.pairs, lengths)) for reach, per_pair in attention.items())
-    return 3 * float(pairs + linear * sum(lengths))
+def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -> float:
+    """Return the FLOPs of a step without recomputation and without gradients of frozen weights.
+
+    A backward pass counts as two forward passes; `scored` adds another forward pass.
+    """
+    pairs = cache(lambda reach: sum(map(reach.pairs, lengths)))
+    flops = 0.0
+    times = 1  # before the first trainable weight, there is no backward pass
+    for block in program.blocks:
+        work = operations(program, block, 1)
+        times = 3 if work.parameters > work.frozen else times
+        linear = (times + scored) * work.linear - (work.frozen_linear if times > 1 else 0.0)
+        attention = sum(per_pair * pairs(reach) for reach, per_pair in work.attention.items())
+        flops += linear * sum(lengths) + (times + scored) * attention
+    return flops

@@ -29,7 +29,7 @@ from hydragraph.train.run_saving import (
     set_hyperparameters,
 )
 from hydragraph.train.step_metrics import read_metrics
-from hydragraph.train.step_reporting import log_step, open_log, tell
+from hydragraph.train.step_reporting import log_step, open_log, peak_of, tell
 from hydragraph.train.straggler_file import read_slow
 from hydragraph.train.straggler_setup import controller_of, follows
 from hydragraph.train.stragglers.controller import Controller
@@ -68,6 +68,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         own_settings = next((known for known in world.gather(settings) if known is not None), None)
         if survived.restored is not None and own_settings is not None:
             set_hyperparameters(executor, own_settings)  # those of the config, not of the checkpoint
+        run = replace(run, peak_flops_per_s=peak_of(config, world))
         if world.rank == 0:
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:

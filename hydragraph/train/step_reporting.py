@@ -107,9 +107,8 @@ def peak_of(config: TrainConfig, world: World) -> float | None:
 def _mfu(run: Run, report: StepReport, seconds: float) -> float | None:
     if run.peak_flops_per_s is None:
         return None
-    flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])
-    if run.pairs is not None:
-        flops *= 4 / 3  # scoring adds one forward pass
+    lengths = [n for n in report.assignment.lengths if n]
+    flops = step_flops(run.executor.program, lengths, scored=run.pairs is not None)
     return flops / seconds / run.peak_flops_per_s
 
 

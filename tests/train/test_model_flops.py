@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hydragraph as hg
 from hydragraph.train.model_flops import peak_flops_per_s, step_flops
+from tests.adapted import LAYERS, frozen, hand_written_lora
 from tests.cost.test_datasheet import HEAD, LAYER, llama
 
 
@@ -17,6 +19,24 @@ def test_a_steps_operations_are_those_of_its_products_and_of_causal_attention() 
     products = 6 * (layers * LAYER + HEAD) * sum(lengths)
     attention = 3 * 2 * layers * 64 * sum(n * n for n in lengths)
     assert step_flops(program, lengths) == pytest.approx(products + attention)
+
+
+def test_gradients_of_frozen_weights_do_not_count() -> None:
+    """Adapters of rank 4 on queries and down projections: weights take 2 P T forward, 2 P T backward, and 2 P T more
+    only if they are trained.
+    """
+    lengths = [3, 10]
+    attention = 2 * 64 * sum(n * n for n in lengths)
+    adapters = 4 * (64 + 64) + 4 * (102 + 64)
+    weights = LAYERS * (4 * LAYER + 6 * adapters) + 4 * HEAD
+    program = hg.capture(hand_written_lora(), check="off")
+    assert step_flops(program, lengths) == pytest.approx(weights * sum(lengths) + LAYERS * 3 * attention)
+    weights = LAYERS * (6 * LAYER + 8 * adapters) + 6 * HEAD
+    scored = pytest.approx(weights * sum(lengths) + LAYERS * 4 * attention)
+    assert step_flops(program, lengths, scored=True) == scored
+    last = hg.capture(frozen(lambda name: "layers.2" in name), check="off")
+    weights = 2 * 2 * LAYER + 6 * LAYER + 4 * HEAD
+    assert step_flops(last, lengths) == pytest.approx(weights * sum(lengths) + (1 + 1 + 3) * attention)
 
 
 @pytest.mark.parametrize(

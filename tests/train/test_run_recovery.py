@@ -10,15 +10,26 @@ from typing import Any
 
 import pytest
 
+from hydragraph.cluster.launch import apart
 from hydragraph.cluster.rendezvous.store_registers import Peer
 from hydragraph.engine.recovery import Survived
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
-from hydragraph.train import run_recovery
+from hydragraph.train import run_recovery, step_reporting
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.data import mini_batches, open_tokens, prepare
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.run_recovery import _known_rates, _write_down, changes_of, lead, paused, ranks_before, resumed
+from hydragraph.train.run_recovery import (
+    _known_rates,
+    _write_down,
+    changes_of,
+    go_on,
+    lead,
+    paused,
+    ranks_before,
+    resumed,
+)
 from hydragraph.train.run_saving import forget_unsaved
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.step_reporting import open_log
@@ -99,6 +110,26 @@ def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path
         assert again.callbacks is first.callbacks
         assert Began.seen == [f"start {given.steps}"]
     assert Began.seen == [f"start {given.steps}", "end"]
+
+
+def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config(tmp_path)
+    world = apart("cpu")
+    nothing: Any = None
+    executor: Any = SimpleNamespace(world=world)
+    run = Run(given, world, begun(given, tmp_path), executor, (), {}, peak_flops_per_s=2e12)
+    state = TrainState(
+        Watched(), batches := mini_batches(given, open_tokens(given, prepare(given))), nothing, nothing, 3, 0, {}
+    )
+    state.positions[3] = dict(batches.state_dict())
+    survived = Survived(2, 3, (1,), (), (), (), (), None, 0, 0.5, "rank 1 is lost")
+    monkeypatch.setattr(run_recovery, "meet_again", lambda *_: survived)
+    monkeypatch.setattr(run_recovery, "follows", lambda *_: False)
+    monkeypatch.setattr(run_recovery, "ahead_of", lambda *_: nothing)
+    monkeypatch.setattr(step_reporting, "peak_flops_per_s", lambda *_: 1e12)
+    with ExitStack() as owned:
+        continued, _ = go_on(run, state, None, owned)
+    assert continued.peak_flops_per_s == 1e12
 
 
 def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Path) -> None:
