@@ -64,6 +64,7 @@ def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
     history = train("finetune_chat_lora.yaml", tmp_path, *settings)  # on two ranks, as the example says
     assert history[-1]["loss"] < history[0]["loss"] - 0.3
     assert history[0]["tokens"] < 192 / 2, "what users say does not count"
+    assert history[0]["tokens_per_s"] * history[0]["seconds"] > 192 / 2, "but it is computed"
     adapters = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())
     assert "adapter_model.safetensors" in adapters
     assert "chat_template.jinja" in adapters

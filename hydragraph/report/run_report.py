@@ -73,7 +73,7 @@ def _facts(metrics: Sequence[Metrics]) -> tuple[Fact, ...]:
     first, last = metrics[0], metrics[-1]
     held_out = [m for m in metrics if m.eval_loss is not None]
     facts = [
-        Fact("steps", f"{last.step:,}", f"{sum(m.tokens for m in metrics):,} tokens, {_strategies(metrics)}"),
+        Fact("steps", f"{last.step:,}", f"{sum(m.processed for m in metrics):,} tokens, {_strategies(metrics)}"),
         Fact("loss", f"{last.loss:.3f}", f"from {first.loss:.3f}"),
     ]
     if held_out:

@@ -90,7 +90,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
 
 
 def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_Gap]:
-    ends = [(seconds_of(m.time), m.tokens) for m in metrics if m.time]
+    ends = [(seconds_of(m.time), m.processed) for m in metrics if m.time]
     pauses = _joined([(event.at - event.seconds, event.at) for event in events if event.event == "resumed"])
     stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):

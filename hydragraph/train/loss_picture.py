@@ -116,7 +116,7 @@ def _draw_events(
 
 def _title(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> str:
     count = len({m.strategy for m in metrics})
-    title = f"{count} strateg{'y' if count == 1 else 'ies'}, {sum(m.tokens for m in metrics):,} tokens"
+    title = f"{count} strateg{'y' if count == 1 else 'ies'}, {sum(m.processed for m in metrics):,} tokens"
     wall_time = account(metrics, events) if events else None
     if wall_time is None or wall_time.goodput is None:
         return title

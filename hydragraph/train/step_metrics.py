@@ -35,6 +35,7 @@ class Metrics:
         loss: mean over the tokens of the mini-batch, before the update.
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
+        tokens_per_s: all tokens of the mini-batch, also those that are not targets, per second.
         eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
         exposed_pull_s: mean seconds that ranks waited for weights.
         exposed_push_s: mean seconds that ranks waited for gradients.
@@ -79,6 +80,11 @@ class Metrics:
     comparison: str = ""
 
     @property
+    def processed(self) -> int:
+        """Number of all tokens in the mini-batch."""
+        return round(self.tokens_per_s * self.seconds)
+
+    @property
     def perplexities(self) -> dict[str, float]:
         return {} if self.pairs else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
 
@@ -105,7 +111,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def _await_later_name(events: Path) -> None:
     """Wait until a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last by name.
 
-    TensorBoard expects the events of a restarted run in the last file. If seconds are equal, n = 10 sorts before n = 9.
+    TensorBoard expects the events of a restarted run in the last file.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)

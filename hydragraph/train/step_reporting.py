@@ -37,7 +37,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
     metrics = Metrics(
         step=step,
         lr=learning_rate(step, config.steps, config.optimizer.lr, config.schedule),
-        tokens_per_s=report.tokens / seconds,
+        tokens_per_s=sum(report.assignment.lengths) / seconds,
         seconds=seconds,
         eval_loss=losses.get("heldout", next(iter(losses.values()), None)),
         eval_losses=losses,

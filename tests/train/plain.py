@@ -67,7 +67,8 @@ class PlainExecutor:
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         self.optimizer.step()
-        return PlainReport(loss.item(), tokens, norm.item(), str(strategy), len(sequences))
+        assignment = Assignment((), tuple(map(len, sequences)))
+        return PlainReport(loss.item(), tokens, norm.item(), str(strategy), len(sequences), assignment=assignment)
 
     def promise(self, sequences: Sequence[Tensor], strategy: Strategy | None = None) -> None:
         self.promised = sequences

@@ -47,6 +47,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
     assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]
     assert [m.eval_loss is not None for m in history] == [False, False, True, False, False, True]
     assert history[-1].loss < history[0].loss
+    assert history[0].processed == round(history[0].tokens_per_s * 0.5) == history[0].tokens + history[0].sequences
     assert watched.done == 0
     assert watched.notes == []
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
