@@ -76,5 +76,5 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     if step <= stable:
         return peak
     part = min((step - stable) / max(steps - stable, 1), 1.0)
-    height = 0.5 * (1 + math.cos(math.pi * part)) if schedule.decay == "cosine" else 1 - part
-    return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * height)
+    heights = {"cosine": 0.5 * (1 + math.cos(math.pi * part)), "linear": 1 - part, "wsd": 1 - part}
+    return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * heights[schedule.decay])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hydragraph.train.config import OptimizerConfig, ScheduleConfig
+from hydragraph.train.config import DECAYS, OptimizerConfig, ScheduleConfig
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 
 
@@ -60,10 +60,17 @@ def test_warms_up_and_falls_to_its_end() -> None:
     assert linear == pytest.approx([2.0 * (20 - step) / 16 for step in range(4, 21)])
 
 
+def test_a_decay_of_an_unknown_shape_does_not_decay_linearly() -> None:
+    schedule = ScheduleConfig()
+    object.__setattr__(schedule, "decay", "cubic")
+    with pytest.raises(KeyError, match="cubic"):
+        learning_rate(9, 10, 1.0, schedule)
+
+
 @given(
     steps=st.integers(1, 60),
     warmup=st.integers(0, 80),
-    decay=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    decay=st.sampled_from(DECAYS),
     ratio=st.floats(0, 1),
 )
 def test_stays_between_zero_and_its_peak_and_only_falls_after_the_warm_up(
