@@ -71,13 +71,15 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
 
 def _facts(metrics: Sequence[Metrics]) -> tuple[Fact, ...]:
     first, last = metrics[0], metrics[-1]
-    held_out = [m for m in metrics if m.eval_loss is not None]
+    evaluated = [m for m in metrics if m.eval_loss is not None]
     facts = [
         Fact("steps", f"{last.step:,}", f"{sum(m.processed for m in metrics):,} tokens, {_strategies(metrics)}"),
         Fact("loss", f"{last.loss:.3f}", f"from {first.loss:.3f}"),
     ]
-    if held_out:
-        facts.append(Fact("held-out loss", f"{held_out[-1].eval_loss:.3f}", f"after step {held_out[-1].step:,}"))
+    if evaluated:
+        newest = evaluated[-1]
+        name = "held-out loss" if newest.evaluated == "held out" else f"loss, {newest.evaluated}"
+        facts.append(Fact(name, f"{newest.eval_loss:.3f}", f"after step {newest.step:,}"))
     facts += [
         Fact("tokens/s", number_format.rate(median(m.tokens_per_s for m in metrics)), "median of all steps"),
         Fact("a step", number_format.seconds(median(m.seconds for m in metrics)), "median of all steps"),

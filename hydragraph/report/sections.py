@@ -384,10 +384,11 @@ def _training(report: ReportContents) -> Markup:
     ]
     smooth = zip((s.step for s in steps), smoothed([s.loss for s in steps]), strict=True)
     losses.append(Series("smoothed", tuple(smooth), "s-ink"))
-    held_out = points(lambda s: s.eval_loss)
-    if held_out:
-        losses.append(Series("held out", held_out, "s-held", marks=True, dashed=True))
-    loss = line_chart("loss over steps", losses, "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
+    evaluated = [step for step in steps if step.eval_loss is not None]
+    if evaluated:
+        found = points(lambda s: s.eval_loss)
+        losses.append(Series(evaluated[-1].evaluated, found, "s-held", marks=True, dashed=True))
+    loss = line_chart("loss over steps", losses, f"loss, {steps[-1].loss_unit}", lambda y: f"{y:.3f}", marks=marks)
 
     alone = len(names) == 1  # several lines would cross
     rates = [

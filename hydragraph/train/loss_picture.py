@@ -50,7 +50,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
         axes.set_xlabel("step")
     _draw_steps(axes, metrics)
     _draw_evaluations(axes, metrics)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({metrics[-1].loss_unit})")
     axes.set_title(_title(metrics, events))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -87,8 +87,8 @@ def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
 def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
     evaluated = [m for m in metrics if m.eval_loss is not None]
     if evaluated:
-        losses = [m.eval_loss for m in evaluated]
-        axes.plot([m.step for m in evaluated], losses, "kD--", markersize=4, linewidth=0.8, label="held out")
+        steps, losses = [m.step for m in evaluated], [m.eval_loss for m in evaluated]
+        axes.plot(steps, losses, "kD--", markersize=4, linewidth=0.8, label=evaluated[-1].evaluated)
 
 
 def _draw_events(

@@ -85,6 +85,15 @@ class Metrics:
         return round(self.tokens_per_s * self.seconds)
 
     @property
+    def loss_unit(self) -> str:
+        return "per pair" if self.pairs else "nats per token"
+
+    @property
+    def evaluated(self) -> str:
+        """Name of the data of `eval_loss`."""
+        return "held out" if "heldout" in self.eval_losses else next(iter(self.eval_losses), "held out")
+
+    @property
     def perplexities(self) -> dict[str, float]:
         return {} if self.pairs else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
 

@@ -44,7 +44,18 @@ def test_a_run_without_a_trace() -> None:
     assert found.panels == ()
     page = html(found)
     assert "held out" in page
+    assert "held-out loss" in page
+    assert "loss, nats per token" in page
     assert "tokens/s" in page
+
+
+def test_losses_are_labelled_with_their_data_and_their_unit() -> None:
+    steps = [replace(m, pairs={"margin": 0.1}, eval_losses={"answers": 2.0}) for m in metrics()]
+    page = html(run_report("runs/demo", steps, None))
+    assert "loss, answers" in page
+    assert "loss, per pair" in page
+    assert "held out" not in page
+    assert "nats" not in page
 
 
 def test_a_run_that_planned_itself_explains_its_plan() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.train import loss_picture
 from hydragraph.train.loss_picture import _draw_events, _draw_steps, smoothed, write_picture
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
@@ -29,6 +31,24 @@ def test_writes_a_png_and_nothing_else(tmp_path: Path, steps: int) -> None:
     image = pytest.importorskip("matplotlib.image").imread(tmp_path / "loss.png")
     assert image.shape[0] > 300
     assert image.std() > 0.01, "something is drawn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        ({"eval_losses": {"first": 4.0, "heldout": 3.0}}, ("loss (nats per token)", "held out")),
+        ({"pairs": {"margin": 0.1}, "eval_losses": {"first": 4.0}}, ("loss (per pair)", "first")),
+    ],
+)
+def test_labels_name_the_unit_and_the_data(
+    changes: dict[str, Any], labels: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(loss_picture, "save_figure", lambda figure, path: figures.append(figure))
+    write_picture([replace(STEP, eval_loss=4.0, **changes)], tmp_path / "loss.png")
+    (axes,) = figures[0].axes
+    assert (axes.get_ylabel(), axes.get_legend().get_texts()[-1].get_text()) == labels
 
 
 def test_what_happened_to_ranks_is_marked(tmp_path: Path) -> None:
