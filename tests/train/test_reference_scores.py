@@ -141,6 +141,6 @@ def test_answers_of_a_mixture_are_found_in_their_corpus(tmp_path: Path) -> None:
 
 def test_each_corpus_of_a_mixture_is_scored_for_evaluations(tmp_path: Path) -> None:
     held = [stream(tmp_path, "first"), stream(tmp_path, "second", "A")]
-    reference = ReferenceScores(tmp_path / "reference.npz", stream(tmp_path, "train", "0"), {"heldout": held})
+    reference = ReferenceScores(tmp_path / "reference.npz", stream(tmp_path, "train", "0"), {"heldout": held}, None)
     scored = {name for answers in reference.missing(config(tmp_path, 1)) for name, _ in answers}
     assert scored == {train_name(0), evaluation_name("heldout", 0), evaluation_name("heldout", 1)}
