@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from hydragraph.cluster.launch import apart
 from hydragraph.cluster.rendezvous.store_registers import Peer
@@ -112,24 +114,33 @@ def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path
     assert Began.seen == [f"start {given.steps}", "end"]
 
 
-def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay_and_settings_those_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = config(tmp_path)
     world = apart("cpu")
     nothing: Any = None
-    executor: Any = SimpleNamespace(world=world)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], weight_decay=0.3)
+    executor: Any = SimpleNamespace(world=world, optimizer=optimizer)
     run = Run(given, world, begun(given, tmp_path), executor, (), {}, peak_flops_per_s=2e12)
     state = TrainState(
         Watched(), batches := mini_batches(given, open_tokens(given, prepare(given))), nothing, nothing, 3, 0, {}
     )
     state.positions[3] = dict(batches.state_dict())
-    survived = Survived(2, 3, (1,), (), (), (), (), None, 0, 0.5, "rank 1 is lost")
-    monkeypatch.setattr(run_recovery, "meet_again", lambda *_: survived)
+    survived = Survived(2, 3, (1,), (), (), (), (), 3, 0, 0.5, "rank 1 is lost")
+
+    def meet_again(*_: object) -> Survived:
+        optimizer.param_groups[0]["weight_decay"] = 0.0  # as in the checkpoint
+        return survived
+
+    monkeypatch.setattr(run_recovery, "meet_again", meet_again)
     monkeypatch.setattr(run_recovery, "follows", lambda *_: False)
     monkeypatch.setattr(run_recovery, "ahead_of", lambda *_: nothing)
     monkeypatch.setattr(step_reporting, "peak_flops_per_s", lambda *_: 1e12)
     with ExitStack() as owned:
         continued, _ = go_on(run, state, None, owned)
     assert continued.peak_flops_per_s == 1e12
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
 
 
 def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Path) -> None:
