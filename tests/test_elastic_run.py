@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from hydragraph.checkpoint.folder import complete
@@ -229,15 +230,19 @@ def test_a_process_that_is_killed_while_all_get_ready_is_replaced(tmp_path: Path
 
 
 @thorough
-def test_a_truncated_checkpoint_is_passed_over_if_state_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "changed"])
+def test_a_damaged_checkpoint_is_passed_over_if_state_is_lost(damage: str, tmp_path: Path) -> None:
     process = started(written(tmp_path, elastic={"min_ranks": 1}))
     run = tmp_path / "run"
     wait_for_step(run, 22)
     largest = max((run / "checkpoints/step-00000020").iterdir(), key=lambda path: path.stat().st_size)
-    os.truncate(largest, 100)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data[:100] if damage == "truncated" else data)
     os.kill(ranks(run)[1], signal.SIGKILL)
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
+    assert bool([*run.glob("checkpoints/step-00000020.damaged-*")]) == (damage == "changed")
     assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
 
 

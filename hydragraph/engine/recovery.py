@@ -12,6 +12,7 @@ fits. Either `survive` finishes the interrupted step, or the loop repeats it.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from torch import nn
 
+from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, join
 from hydragraph.cluster.rendezvous.member import CALLED, Dismissed, here
@@ -38,6 +40,8 @@ from hydragraph.planner.refit import refit
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class Survived:
     read: Mapping[str, int] = field(default_factory=dict)
 
 
+class _SetAside(Exception):  # noqa: N818
+    """Raised on all ranks after a damaged checkpoint was renamed."""
+
+
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
     """Connect the surviving and new ranks, and move the state to them; all these ranks must call this.
 
@@ -101,6 +109,7 @@ def meet_again(
     soon: bool = False,
     rates: Mapping[int, float] | None = None,
     pieces: Pieces | None = None,
+    set_aside: Callable[[Path], bool] | None = None,
 ) -> Survived:
     """Recover as `survive` does, but also return if too few ranks are left.
 
@@ -109,7 +118,8 @@ def meet_again(
             first rank that has one.
         soon: whether to use the first good strategy instead of searching for the best.
         rates: slow processes' slowdowns by member number, on the rank that monitors slowdowns.
-        pieces: this rank's checkpoint pieces, if all ranks have pieces; the newer of pieces and checkpoint is read.
+        pieces: this rank's checkpoint pieces; the newer of pieces and checkpoint is read.
+        set_aside: function that renames a damaged checkpoint, and returns whether there is an earlier one.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -131,9 +141,12 @@ def meet_again(
         generation = member.meet(failure)
         try:
             peers = member.peers
-            moved = _move(exe, generation, peers, newest, pieces, past if soon else None, rates or {})
+            moved = _move(exe, generation, peers, newest, pieces, past if soon else None, rates or {}, set_aside)
         except RankFailure as again:
             failure = again
+            continue
+        except _SetAside:
+            failure = None
             continue
         member.holds = generation.number
         received += moved.received
@@ -180,6 +193,7 @@ def _move(
     pieces: Pieces | None,
     past: Past | None,
     rates: Mapping[int, float],
+    set_aside: Callable[[Path], bool] | None,
 ) -> Moved:
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
@@ -205,7 +219,15 @@ def _move(
     restore: Restore | None = saved
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
-    return exe.move(world, home, generation.before, restore, strategies, profile)
+    try:
+        return exe.move(world, home, generation.before, restore, strategies, profile)
+    except ValueError as error:  # may be Damaged on only some ranks
+        if saved is None or set_aside is None or not any(world.gather(isinstance(error, Damaged))):
+            raise
+        if not world.gather(world.rank == 0 and set_aside(saved))[0]:
+            raise
+        _LOG.warning("a DAMAGED checkpoint was renamed: %s; trying an earlier one", error)
+        raise _SetAside from error
 
 
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:

@@ -91,7 +91,7 @@ class RunFolder:
             self.reference.unlink(missing_ok=True)
         if how == "overwrite" or (how == "auto" and last is None):
             self._clear()
-        for checkpoint in self._all() if step is not None else ():
+        for checkpoint in self.all() if step is not None else ():
             if last is not None and checkpoint.step > last.step:
                 set_aside(checkpoint.path, "later")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -193,11 +193,11 @@ class RunFolder:
         return self.checkpoints / step_name(step)
 
     def last(self) -> Checkpoint | None:
-        return next(reversed(self._all()), None)
+        return next(reversed(self.all()), None)
 
     def last_whole(self) -> Checkpoint | None:
         """Return the latest checkpoint without missing or truncated files; without any, the latest checkpoint."""
-        whole = (checkpoint for checkpoint in reversed(self._all()) if is_whole(checkpoint.path))
+        whole = (checkpoint for checkpoint in reversed(self.all()) if is_whole(checkpoint.path))
         return next(whole, self.last())
 
     @property
@@ -211,7 +211,7 @@ class RunFolder:
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
         """Rename a damaged checkpoint and return the checkpoint before it; return None if there is none."""
-        earlier = [place for place in self._all() if place.step < damaged.step]
+        earlier = [place for place in self.all() if place.step < damaged.step]
         if not earlier:
             return None
         set_aside(damaged.path, "damaged")
@@ -233,13 +233,13 @@ class RunFolder:
             )
         return checkpoint
 
-    def _all(self) -> list[Checkpoint]:
+    def all(self) -> list[Checkpoint]:
         return [Checkpoint(path, step) for step, path in complete(self.checkpoints)]
 
     def _chosen(self, step: int | None) -> Checkpoint | None:
         if step is None:
             return self.last()
-        by_step = {checkpoint.step: checkpoint for checkpoint in self._all()}
+        by_step = {checkpoint.step: checkpoint for checkpoint in self.all()}
         if step in by_step:
             return by_step[step]
         steps = ", ".join(f"step-{number}" for number in by_step) or "none"

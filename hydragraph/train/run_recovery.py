@@ -54,7 +54,12 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         return None if last is None else last.path
 
     settings = hyperparameters(executor) if state.done >= 0 else None
-    survived = meet_again(executor, failure, newest, _soon(config), _known_rates(run, state), run.pieces)
+
+    def set_aside(damaged: Path) -> bool:
+        return any(folder.replace_damaged(each) for each in folder.all() if each.path == damaged)
+
+    rates = _known_rates(run, state)
+    survived = meet_again(executor, failure, newest, _soon(config), rates, run.pieces, set_aside)
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
