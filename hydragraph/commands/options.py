@@ -185,10 +185,11 @@ def on_planned_devices(options: Options, config: TrainConfig) -> Options:
     def has(*names: str) -> bool:
         return any(getattr(options, name, None) is not None for name in names)
 
-    if config.plan.cluster is None or has("cluster", "devices", "arch", "memory"):
+    if has("cluster", "devices", "arch", "memory"):
         return options
+    cluster = None if config.plan.cluster is None else Path(config.plan.cluster)
     profile = getattr(options, "profile", None) if has("profile", "efficiency") else config.plan.profile
-    return replace(options, cluster=Path(config.plan.cluster), profile=profile)  # type: ignore[call-arg]
+    return replace(options, cluster=cluster, profile=profile)  # type: ignore[call-arg]
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:

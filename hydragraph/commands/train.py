@@ -128,7 +128,7 @@ class TrainOptions(CommonOptions):
 def train_command(options: TrainOptions) -> None:
     """Train a model, and write metrics, checkpoints, a picture and the final model to the run folder."""
     begin = options.begin
-    config = surviving(options.load())
+    config = surviving(options.load(), options.store)
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
     nodes = _nodes(config, options.store)
     if nodes is not None and nodes.number and nodes.election is None:
@@ -171,12 +171,13 @@ def train_command(options: TrainOptions) -> None:
         _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; {where}")
 
 
-def surviving(config: TrainConfig) -> TrainConfig:
+def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
     """Return the config; `elastic.min_ranks` defaults to 1 if the run measures devices and starts its own ranks."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config
-    if launched() and (os.environ.get("LOCAL_WORLD_SIZE") != "1" or "MASTER_ADDR" not in os.environ):
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"  # one process per machine
+    if launched() and not (alone and (store or "MASTER_ADDR" in os.environ)):
         return config
     return replace(config, elastic=replace(keys, min_ranks=1))
 

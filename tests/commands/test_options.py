@@ -75,4 +75,4 @@ def test_devices_are_those_of_the_plan_unless_the_command_line_names_others(
     found = on_planned_devices(CheckOptions(config=tmp_path, **options), run)
     assert (found.cluster and str(found.cluster), found.profile) == (cluster, profile)
     alone = TrainConfig.load(write(tmp_path), ["plan={choose: true, profile: p.json}"])  # may not be of H200s
-    assert on_planned_devices(CheckOptions(config=tmp_path), alone).profile is None
+    assert on_planned_devices(CheckOptions(config=tmp_path), alone).profile == alone.plan.profile

@@ -60,10 +60,9 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
 def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def survives(**changes: Any) -> bool:
-        return surviving(
-            TrainConfig.load(write(tmp_path, **{"strategies": "auto", "ranks": 2} | changes))
-        ).elastic.survives
+    def survives(store: str | None = None, **changes: Any) -> bool:
+        given = TrainConfig.load(write(tmp_path, **{"strategies": "auto", "ranks": 2} | changes))
+        return surviving(given, store).elastic.survives
 
     assert survives()
     assert not survives(strategies=LOPSIDED)
@@ -71,6 +70,7 @@ def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(
     assert not survives(elastic={"min_ranks": 0})
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert survives("etcd://a"), "this process starts the ranks of its machine, and the store names the leader"
     monkeypatch.setenv("MASTER_ADDR", "192.168.7.1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not survives(), "the launcher ends all ranks when one is lost"
