@@ -154,6 +154,26 @@ def test_a_run_that_plans_for_itself_survives_a_lost_rank_without_being_asked(tm
 
 
 @thorough
+@pytest.mark.parametrize("how", ["at once", "one after the other"])
+def test_a_run_that_plans_for_itself_survives_the_loss_of_all_its_first_ranks(how: str, tmp_path: Path) -> None:
+    process = started(written(tmp_path, strategies="auto", ranks=2, steps=400, elastic={}))
+    run = tmp_path / "run"
+    wait_for_step(run, 4)
+    first = ranks(run)
+    os.kill(first[1], signal.SIGKILL)
+    if how == "one after the other":
+        end = time.monotonic() + LIMIT_S
+        while set(now := ranks(run)) <= set(first) or len(now) < 2:
+            assert time.monotonic() < end, "no rank joined"
+            time.sleep(0.1)
+        wait_for_step(run, len(read_metrics(run / "metrics.jsonl")) + 2)
+    os.kill(first[0], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 401))
+
+
+@thorough
 def test_a_run_with_one_copy_goes_back_to_pieces_and_not_to_the_checkpoint(tmp_path: Path) -> None:
     pieces = {"local": str(tmp_path / "local")}
     process = started(written(tmp_path, elastic={"min_ranks": 1}, checkpoint={"pieces": pieces}, checkpoint_every=0))

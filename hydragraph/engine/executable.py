@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -20,7 +21,7 @@ from hydragraph.cluster.failure.rank_watch import CLOSED
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.engine.automatic_plan import Subject, measure_newcomers
+from hydragraph.engine.automatic_plan import Subject, measure_newcomers, plan_automatically
 from hydragraph.engine.candidate_strategies import request_of
 from hydragraph.engine.collective_call import ENDS, Restriction, collective
 from hydragraph.engine.membership import Membership
@@ -40,7 +41,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-Measurements = tuple[Profile, Cluster, Sequence[int] | None]
+Measurements = tuple[Profile, Cluster, Sequence[int] | None, Sequence[Sequence[int]] | None]
 
 
 class Executable(Membership):
@@ -154,15 +155,23 @@ class Executable(Membership):
     def measured(self) -> Measurements | None:
         """Device measurements made for "auto", or None."""
         first = self._first_profile
-        if not self.planning.explanation or not isinstance(first, Costs):
+        if not self._measures or not isinstance(first, Costs):
             return None
-        return first.profile, first.cluster, self.measured_seats
+        return first.profile, first.cluster, self.measured_seats, self.planning.lengths
 
     def adopt(self, measured: Measurements | None) -> None:
         """Use other ranks' measurements, unless this rank has costs."""
         if self._first_profile is None and measured is not None:
-            profile, cluster, self.measured_seats = measured
+            profile, cluster, self.measured_seats, lengths = measured
+            self._measures = True
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
+            self.planning = replace(self.planning, lengths=self.planning.lengths or lengths)
+
+    def measure(self, world: World, seats: Sequence[int]) -> None:
+        """Measure all devices because no rank has measurements any more; all ranks must call this."""
+        planning = plan_automatically(self._subject, world, self.planning, preplanned=False)
+        self._first_profile, self.measured_seats, self._measures = planning.profile, tuple(seats), True
+        self.planning = replace(self.planning, lengths=planning.lengths)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
         """Measure all devices again if a joining device differs in type from its seat's earlier device.
@@ -173,11 +182,14 @@ class Executable(Membership):
         assert isinstance(known, Costs), "call it after `adopt`"
         before = list(self.measured_seats or range(known.ranks))
         types = [known.cluster.type_of(before.index(seat)) if seat in before else "" for seat in seats]
-        subject = Subject.of(self.program, self._compiled.buffers, self._compiled.backend, self.wanted_home)
-        costs = measure_newcomers(subject, world, self.planning, known, types, newcomers)
+        costs = measure_newcomers(self._subject, world, self.planning, known, types, newcomers)
         if costs is not None:
             self._first_profile, self.measured_seats = costs, tuple(seats)
         return costs is not None
+
+    @property
+    def _subject(self) -> Subject:
+        return Subject.of(self.program, self._compiled.buffers, self._compiled.backend, self.wanted_home)
 
     @property
     def explanation(self) -> tuple[str, ...]:

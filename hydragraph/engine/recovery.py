@@ -233,6 +233,9 @@ def _move(
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:
     measured = next(filter(None, world.gather(exe.measured)), None)
     exe.adopt(measured)
+    if measured is None and exe.given_profile is None:  # all initial ranks are lost
+        exe.measure(world, seats)
+        return True
     newcomers = [rank for rank, before in enumerate(generation.before) if before is None]
     return measured is not None and bool(newcomers) and exe.measure_newcomers(world, seats, newcomers)
 
