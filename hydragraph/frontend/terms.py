@@ -3,23 +3,25 @@
 The proof sorts values into four kinds:
 
     constant    the same for every batch
-    bounds      which sequence a token belongs to: computed only from cu_seqlens and positions in the row
+    bounds      computed only from cu_seqlens and positions in the row
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Totals may only be scaled,
-or added to each other. Only the numeric check verifies which rows an index selects.
+Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Of bounds, only lengths may
+weight terms. Totals may only be scaled, or added to each other. Only the numeric check verifies which rows an index
+selects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, fx
 
 from hydragraph.frontend.token_axes import COUNTS, LOSSES, MADE, RESHAPES, first_tensor, keeps, symbolic_dims
-from hydragraph.frontend.token_order import ARANGES, Rows, viewed
+from hydragraph.frontend.token_order import ARANGES, SAME, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
@@ -37,6 +39,10 @@ _FINDS = aten_operators("""
     bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
+_OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
+_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the argument that is searched
+_ENDS = ([0, 1, 2**63 - 1], [0, 0, -1])  # arguments of [1:] and [:-1]
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row, which depends on the other packed sequences"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
@@ -50,13 +56,19 @@ _CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
 _SUM = 2  # PyTorch's code of reduction="sum"
 
 
+class _Bound(Enum):
+    PLACE = auto()  # positions in the packed row, from cu_seqlens
+    LENGTH = auto()  # differences of places
+    INDEX = auto()  # others, such as the number of each token's sequence
+
+
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
     """Describe the first operator that prevents a loss from being a sum of independent terms, or return None.
 
     Args:
         bounds: the placeholders of cu_seqlens and max_length that the graph uses.
     """
-    from_bounds = set(bounds)  # kind "bounds"
+    from_bounds = {n: _Bound.PLACE if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
     running: set[fx.Node] = set()  # prefix sums over rows, whose differences are terms
@@ -77,11 +89,14 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         elif node.target in ARANGES and _has_rows(node):
             if not selects:
                 return f"{node.target} {COUNTS}"
-            from_bounds.add(node)
+            from_bounds[node] = _Bound.INDEX
         elif any(n in from_bounds for n in inputs) and not any(_has_rows(n) and n not in from_bounds for n in inputs):
             if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
                 return f"{node.target} {_ACROSS}"
-            from_bounds.add(node)
+            bound = _of_bounds(node, from_bounds)
+            if bound is None:
+                return f"{node.target} {_WHOLE_ROW}"
+            from_bounds[node] = bound
         elif any(n in running for n in inputs) or _runs_on(node):
             if not _runs(node, running, from_bounds):
                 return f"{node.target} {_ACROSS}"
@@ -94,7 +109,33 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     return None
 
 
-def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | None:
+def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
+    """Return the kind of a result computed from bounds, or None if positions serve for more than indices."""
+    first, *others = operands(node)
+    given = [told[n] for n in node.all_input_nodes if n in told]
+    if node.target in _OF_NEIGHBOURS:
+        if node.target is aten.diff.default and given == [_Bound.PLACE] and argument_of(node, "n") == 1:
+            return _Bound.LENGTH
+        return _Bound.PLACE if others in _ENDS and given == [_Bound.PLACE] else _Bound.INDEX
+    if node.target in _SEARCHES and operands(node)[_SEARCHES[node.target]] in told:
+        return _Bound.INDEX
+    if set(given) == {_Bound.LENGTH}:
+        return _Bound.LENGTH if _has_rows(node) else _Bound.INDEX
+    if node.target in SAME or (node.target not in _SEARCHES and not is_pointwise(node)):
+        return told.get(first, _Bound.INDEX) if _has_rows(node) and _dtype(node) in _EXACT else _Bound.INDEX
+    if node.target in _SEARCHES or node.kwargs:
+        return None
+    positions = [n for n in operands(node)[:2] if told.get(n, _Bound.LENGTH) is not _Bound.LENGTH]
+    if node.target is aten.sub.Tensor and given == [_Bound.PLACE] * 2:
+        return _Bound.LENGTH
+    if node.target is aten.add.Tensor or (node.target is aten.sub.Tensor and positions == [first]):
+        return told[positions[0]] if len(positions) == 1 else None
+    if node.target in (aten.maximum.default, aten.minimum.default):
+        return given[0] if len(set(given)) == 1 else None
+    return given[0] if node.target in (aten.clamp.default, aten.clamp_min.default) and others == [0] else None
+
+
+def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node]) -> str | None:
     """Return the problem with an operator on terms, or None; add the operator to `totals` if its result is a total."""
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
@@ -102,9 +143,12 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | 
     rows = {n: symbolic_dims(n) for n in inputs if _has_rows(n)}
     if any(len(dims) > 1 for dims in rows.values()) or len(symbolic_dims(node)) > 1:
         return _ACROSS
+    positions = [n for n in inputs if told.get(n, _Bound.LENGTH) is not _Bound.LENGTH]
     if node.target in _TAKES and operands(node)[0] in rows:
+        if any(n is operands(node)[0] or not _is_index(n) for n in positions):
+            return _WHOLE_ROW
         return None if _takes_by_bounds(node, rows[operands(node)[0]][0], told) else _ACROSS
-    if any(n in told and (not _has_rows(n) or _origins(n) & set(ARANGES)) for n in inputs):
+    if positions:
         return _WHOLE_ROW
     row_of = {n: Rows(dims[0], 1) for n, dims in rows.items()}
     if sums_rows(node, row_of):
@@ -129,7 +173,7 @@ def _runs_on(node: fx.Node) -> bool:
     return symbolic_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
 
 
-def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
+def _runs(node: fx.Node, running: set[fx.Node], told: Container[fx.Node]) -> bool:
     """Return whether an operator computes prefix sums, indexes them by bounds, or subtracts them."""
     arguments = operands(node)
     if _runs_on(node):
@@ -143,7 +187,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
     return node.target in VIEWS | MOVES
 
 
-def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
+def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
         # A mask may replace several dimensions.
@@ -153,23 +197,17 @@ def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
     if node.target is aten.masked_select.default:
         return True
     others = [n for n in node.all_input_nodes if n is not arguments[0]]
-    indices = [n for n in others if (kind := _dtype(n)) is not None and not kind.is_floating_point]
+    indices = [n for n in others if _is_index(n)]
     return bool(indices) and all(n in told for n in indices)
+
+
+def _is_index(node: fx.Node) -> bool:
+    kind = _dtype(node)
+    return kind is not None and kind is not torch.bool and not kind.is_floating_point
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(value_of(node), "dtype", None)
-
-
-def _origins(node: fx.Node) -> set[object]:
-    seen: set[object] = {node.target}
-    pending = [node]
-    while pending:
-        for before in pending.pop().all_input_nodes:
-            seen.add(before.target)
-            if before.target in VIEWS | MOVES or is_pointwise(before):
-                pending.append(before)
-    return seen
 
 
 def _has_rows(node: fx.Node) -> bool:

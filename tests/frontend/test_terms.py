@@ -47,6 +47,22 @@ SEPARATE["differences of running sums at bounds"] = lambda x, b: (
     torch.cat([x.new_zeros(1), each(x, b).cumsum(0)])[b["cu_seqlens"].long()[1:]]
     - torch.cat([x.new_zeros(1), each(x, b).cumsum(0)])[b["cu_seqlens"].long()[:-1]]
 ).sum()
+SEPARATE |= {
+    "each sequence by a difference": lambda x, b: (
+        per_sequence(x, b) / (b["cu_seqlens"].float()[1:] - b["cu_seqlens"].float()[:-1]).clamp(max=5)
+    ).sum(),
+    "each token by its sequence's length": lambda x, b: (
+        each(x, b) / torch.repeat_interleave(lengths(b), lengths(b), output_size=x.shape[1])
+    ).sum(),
+    "long sequences": lambda x, b: (per_sequence(x, b)[lengths(b) > 4] * 2).sum(),
+    "weights in a table of lengths": lambda x, b: (
+        per_sequence(x, b) * x.new_ones(3)[torch.bucketize(lengths(b), 8 * x.new_ones(2).cumsum(0))]
+    ).sum(),
+    "the last token but one": lambda x, b: each(x, b)[
+        torch.maximum(b["cu_seqlens"][1:] - 2, b["cu_seqlens"][:-1]).clamp(min=0).long()
+    ].sum(),
+    "the token in the middle": lambda x, b: each(x, b)[b["cu_seqlens"][:-1].long() + lengths(b) // 2].sum(),
+}
 ACROSS = {
     "a running sum": lambda x, b: per_sequence(x, b).cumsum(0).sum(),
     "GRPO's mean in the loss": lambda x, b: (
@@ -64,6 +80,26 @@ ACROSS = {
         picked(x, b).sum() + (each(x, b) * torch.arange(x.shape[1], device=x.device)).sum()
     ),
     "sequences in pairs": lambda x, b: (per_sequence(x, b)[1:] - per_sequence(x, b)[:-1]).sum(),
+    "ends in the row": lambda x, b: (per_sequence(x, b) * (b["cu_seqlens"][1:] <= 64)).sum(),
+    "sums of lengths": lambda x, b: (per_sequence(x, b) * lengths(b).cumsum(0)).sum(),
+    "twice a place less the place": lambda x, b: (
+        per_sequence(x, b) * (b["cu_seqlens"][1:] + b["cu_seqlens"][1:] - b["cu_seqlens"][:-1])
+    ).sum(),
+    "neighbours' lengths": lambda x, b: (
+        per_sequence(x, b) * torch.cat([lengths(b)[1:], lengths(b)[:1]]).clamp(max=64)
+    ).sum(),
+    "the sequence's number": lambda x, b: (
+        each(x, b) * torch.repeat_interleave(lengths(b), output_size=x.shape[1])
+    ).sum(),
+    "sequences up to an end": lambda x, b: per_sequence(x, b)[b["cu_seqlens"][1:] <= 64].sum(),
+    "the first tokens": lambda x, b: each(x, b)[torch.arange(x.shape[1], device=x.device) < 64].sum(),
+    "an index with a limit": lambda x, b: each(x, b)[torch.arange(x.shape[1], device=x.device).clamp(max=64)].sum(),
+    "an index in a table of ends": lambda x, b: per_sequence(x, b)[
+        torch.bucketize(b["cu_seqlens"][1:], 64 * x.new_ones(1))
+    ].sum(),
+    "places that a mask picks": lambda x, b: (
+        picked(x, b) * (torch.arange(x.shape[1], device=x.device)[counted(b)[0]] <= 64)
+    ).sum(),
     "a longest length": lambda x, b: (each(x, b) / b["max_length"]).sum(),
 }
 
@@ -75,7 +111,7 @@ def test_sums_of_separate_terms_are_captured(name: str) -> None:
     assert capture(small(), loss=loss).layers == 1
 
 
-@only("a running sum")
+@only("a running sum", "ends in the row")
 @pytest.mark.parametrize("name", ACROSS)
 def test_terms_that_meet_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=r"Own.*: (its loss is not a sum|its graph changes with)"):
