@@ -163,12 +163,22 @@ def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    d_hidden, d_weight = ctx.saved_tensors
-    # An fp32 scale would convert the gradients to fp32.
-    scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
-    return (*scaled, *(None for _ in ctx.needs_input_grad[2:]))
+    return (*(_scaled(own, grad) for own in ctx.saved_tensors), *(None for _ in ctx.needs_input_grad[2:]))
 
 
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    if gradient.dtype == factor.dtype:
+        return gradient * factor
+    return torch.ops.hydragraph.scaled(gradient, factor)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("hydragraph::scaled", mutates_args=())
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Return a 16-bit gradient times an fp32 number, without an fp32 copy of the gradient."""
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
+
+
+scaled.register_fake(lambda gradient, factor: torch.empty_like(gradient))
 head_loss.register_fake(lambda hidden, weight, labels, ignored, smoothing=0.0: like_gradients(hidden, weight))
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 

@@ -3,7 +3,7 @@
 The gradient of each loss (`factor`) is known only in the backward, which computes the logits again:
 
     forward     logits of a chunk -> losses, lse
-    backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients
+    backward    logits of a chunk -> softmax - one_hot -> both gradients, times the factors
 
 Shapes and arguments are as in `loss_and_gradients`.
 """
@@ -65,12 +65,11 @@ def head_token_gradients(
         label = labels[a : a + size].contiguous()
         logits = part @ weight.T
         head.to_gradient(logits, label, lse[a : a + size], first, ignored)
-        factor = torch.where(label == ignored, 0.0, factors[a : a + size])
-        logits.mul_(factor.to(logits.dtype)[:, None])
+        factor = torch.where(label == ignored, 0.0, factors[a : a + size])[:, None]
         if of_hidden:
-            torch.mm(logits, weight, out=d_hidden[a : a + size])
+            torch.mm(logits, weight, out=d_hidden[a : a + size]).mul_(factor)
         if of_weight:
-            head.add_product(d_weight, logits, part)
+            head.add_product(d_weight, logits, (part * factor).to(part.dtype))
     return d_hidden, d_weight.to(weight.dtype)
 
 

@@ -88,6 +88,18 @@ def test_each_dtype_is_as_good_as_its_inputs(dtype: torch.dtype, chunk: int | No
     against_double(40, 16, 50, dtype, chunk)
 
 
+def common_factor(found: Tensor, whole: Tensor) -> float:
+    return float((found.double() * whole.double()).sum() / whole.double().square().sum())
+
+
+def test_a_divisor_is_not_rounded_to_16_bits() -> None:
+    x, weight, labels = inputs(300, 64, 500, torch.bfloat16)
+    loss = fused(x, weight, labels)
+    whole = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    for found, gradient in zip(torch.autograd.grad(loss / 3000, (x, weight)), whole, strict=True):
+        assert common_factor(found, gradient) * 3000 == pytest.approx(1, abs=1e-4)
+
+
 def test_fp32_equals_eager_fp32() -> None:
     x, weight, labels = inputs(40, 16, 50, torch.float32)
     found = results(fused(x, weight, labels, chunk=8), x, weight)

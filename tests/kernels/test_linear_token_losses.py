@@ -14,7 +14,7 @@ from torch import Tensor
 from hydragraph.kernels import linear_cross_entropy as head
 from hydragraph.kernels.linear_token_losses import head_token_gradients, head_token_losses, losses_of
 from tests.kernels.interpreter import interpreted
-from tests.kernels.test_linear_cross_entropy import BOUND, compare, inputs
+from tests.kernels.test_linear_cross_entropy import BOUND, common_factor, compare, inputs
 
 
 def factors_of(tokens: int, dtype: torch.dtype) -> Tensor:
@@ -54,6 +54,14 @@ def test_any_chunks_equal_eager(tokens: int, hidden: int, vocabulary: int, dtype
 @pytest.mark.parametrize("dtype", BOUND)
 def test_each_dtype_is_as_good_as_its_inputs(dtype: torch.dtype) -> None:
     against_double(300, 16, 50, dtype)
+
+
+def test_a_divisor_is_not_rounded_to_16_bits() -> None:
+    x, weight, labels = inputs(300, 64, 500, torch.bfloat16)
+    losses, _ = head_token_losses(x, weight, labels, -100)
+    whole = torch.autograd.grad(losses.sum(), (x, weight), retain_graph=True)
+    for found, gradient in zip(torch.autograd.grad(losses.sum() / 3000, (x, weight)), whole, strict=True):
+        assert common_factor(found, gradient) * 3000 == pytest.approx(1, abs=1e-4)
 
 
 @interpreted

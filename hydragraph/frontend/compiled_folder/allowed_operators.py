@@ -63,7 +63,8 @@ _OTHERS = """
     hydragraph::causal_convolution_backward hydragraph::dropout hydragraph::gated_delta_rule
     hydragraph::gated_delta_rule_backward
     hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::head_token_gradients
-    hydragraph::head_token_losses hydragraph::varlen_attention hydragraph::varlen_attention_backward
+    hydragraph::head_token_losses hydragraph::scaled hydragraph::varlen_attention
+    hydragraph::varlen_attention_backward
     transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward
 """
 
