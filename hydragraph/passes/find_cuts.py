@@ -303,7 +303,9 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
             parts = known_product(node)
             unit = cuts.unit(cut)
             heads = any(cuts.origins[o].heads for o in cut.origins)
-            rule = ShardRule(parts.inner, (cut.length // unit,), unit // cut.scale, heads)
+            bounds = [cut.start, *cuts.inner_bounds(cut), cut.start + cut.length]
+            segments = tuple((b - a) // unit for a, b in pairwise(bounds))
+            rule = ShardRule(parts.inner, segments, unit // cut.scale, heads)
             rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
     for node, cut in cuts.cut.items():
         sinks = sink(node)

@@ -56,7 +56,10 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
                 return None
             if cut.pieces or out.pieces:
                 return None
-            cut = replace(cut, origins=cut.origins | out.origins)
+            joined = cuts.join([cut, out])
+            if joined is None:
+                return None
+            cut = joined
         out = cut
     assert out is not None
     # Unsharded operands must be the same for every unit, such as cos [1, 1, T, 16]; a bias [64] is not.
@@ -127,11 +130,9 @@ def _origins(cuts: Iterable[Cut | None]) -> frozenset[fx.Node]:
     return frozenset().union(*(cut.origins for cut in cuts if cut is not None))
 
 
-def _common(cuts: Sequence[Cut | None], key: Callable[[Cut], object]) -> Cut | None:
-    first = cuts[0]
-    if first is None or any(cut is None or key(cut) != key(first) for cut in cuts):
-        return None
-    return replace(first, origins=_origins(cuts))
+def _common(cuts: Cuts, values: Sequence[fx.Node], key: Callable[[Cut], object]) -> Cut | None:
+    found = [cut for value in values if (cut := cuts.of(value)) is not None]
+    return cuts.join(found) if len(found) == len(values) and len({key(cut) for cut in found}) == 1 else None
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -147,7 +148,7 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
     pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and not cut.outer and not cut.pieces]
     if len(pieces) == len(parts):
         return replace(pieces[0], origins=_origins(pieces), pieces=tuple(pieces))
-    common = _common(part_cuts, lambda cut: (cut.dim, cut.scale, cut.length, bool(cut.pieces)))
+    common = _common(cuts, parts, lambda cut: (cut.dim, cut.scale, cut.length, bool(cut.pieces)))
     return None if common is None or common.pieces or common.dim == dim else common
 
 
@@ -260,7 +261,8 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
     at = cut.start
     for size in split_sizes(node)[:-1]:
         at += size * cut.scale
-        cuts.bound(cut, at)
+        if not cuts.bound(cut, at):
+            return None
     return cut
 
 
@@ -311,8 +313,8 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
             return None
         cuts.refine(cut, cut.scale * step)
         return replace(cut, scale=cut.scale * step)
-    for bound in (cut.start + a * cut.scale, cut.start + b * cut.scale):
-        cuts.bound(cut, bound)
+    if not all(cuts.bound(cut, cut.start + at * cut.scale) for at in (a, b)):
+        return None
     return replace(cut, start=cut.start + a * cut.scale, length=(b - a) * cut.scale)
 
 
@@ -320,6 +322,8 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
     head_cuts = _by_heads(cuts, operands(node)[:3])
     if head_cuts is None or any(cuts.of(n) for n in operands(node)[3:]):
         return None
+    if len({cut.length for cut in head_cuts}) == 1:
+        return cuts.join(head_cuts)
     return replace(head_cuts[0], origins=_origins(head_cuts))
 
 
@@ -374,8 +378,7 @@ def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
 
 
 def _stack(cuts: Cuts, node: fx.Node) -> Cut | None:
-    part_cuts = [cuts.of(p) for p in operands(node)[0]]
-    common = _common(part_cuts, lambda cut: (cut.dim, cut.scale, cut.start, cut.length))
+    common = _common(cuts, operands(node)[0], lambda cut: (cut.dim, cut.scale, cut.start, cut.length))
     return common and replace(common, dim=common.dim + (join_dim(node) <= common.dim))
 
 

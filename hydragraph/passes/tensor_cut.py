@@ -11,7 +11,8 @@ and its heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -35,6 +36,7 @@ class Cut:
         origins: all origins of the value, which are sharded in the same way.
         outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
         pieces: cuts of the values that are concatenated along the dimension.
+        parts: origins of corresponding elements, each with its offset from `start`; empty for the lead alone.
     """
 
     dim: int
@@ -45,6 +47,7 @@ class Cut:
     origins: frozenset[fx.Node]
     outer: tuple[Any, ...] = ()
     pieces: tuple[Cut, ...] = ()
+    parts: frozenset[tuple[fx.Node, int]] = frozenset()
 
     @property
     def entries(self) -> int:
@@ -93,10 +96,26 @@ class Cuts:
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
             origin.unit = max(origin.unit, own)
 
-    def bound(self, cut: Cut, at: int) -> None:
-        for origin in cut.origins:
-            if 0 < at < width(origin):
-                self.origins[origin].bounds.add(at)
+    def bound(self, cut: Cut, at: int) -> bool:
+        """Start a segment at an element of the lead; return False if it has no counterpart in other origins."""
+        parts = cut.parts or {(cut.lead, 0)}
+        if not cut.origins <= {origin for origin, _ in parts}:
+            return False
+        for origin, offset in parts:
+            if 0 < at + offset < width(origin):
+                self.origins[origin].bounds.add(at + offset)
+        return True
+
+    def inner_bounds(self, cut: Cut) -> list[int]:
+        return sorted(b for b in self.origins[cut.lead].bounds if cut.start < b < cut.start + cut.length)
+
+    def join(self, cuts: Sequence[Cut]) -> Cut | None:
+        """Return the first cut, with the origins and bounds of all cuts, which have equal lengths."""
+        first = cuts[0]
+        parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
+        joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))
+        bounds = {b - c.start for c in cuts for b in self.inner_bounds(c)}
+        return joined if all(self.bound(joined, first.start + b) for b in bounds) else None
 
     def unit(self, cut: Cut) -> int:
         """Return a value's unit, in elements of its lead."""

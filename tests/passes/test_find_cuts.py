@@ -164,6 +164,42 @@ def test_a_fused_product_has_a_segment_per_part() -> None:
     }
 
 
+def test_a_split_of_a_gated_product_splits_both_parts() -> None:
+    def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        gate, up = F.linear(x, a).chunk(2, dim=-1)
+        first, second = (F.silu(gate) * up).chunk(2, dim=-1)
+        return F.linear(first * second, b)
+
+    assert analysed(gated, (5, 32), (80, 32), (32, 20))[1] == {
+        "a_1": ShardRule(0, (20, 20, 20, 20)),
+        "b_1": ShardRule(1, (20,)),
+    }
+
+
+def test_a_product_that_reads_several_parts_has_their_segments() -> None:
+    def both(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        y = F.linear(x, a)
+        first, second = y.chunk(2, dim=-1)
+        return F.linear(y.relu(), b) + F.linear(first * second, c)
+
+    assert analysed(both, (5, 32), (80, 32), (32, 80), (32, 40))[1] == {
+        "a_1": ShardRule(0, (40, 40)),
+        "b_1": ShardRule(1, (40, 40)),
+        "c_1": ShardRule(1, (40,)),
+    }
+
+
+def test_a_split_of_heads_that_share_keys_keeps_them_whole() -> None:
+    def halves(x: Tensor, q: Tensor, k: Tensor, v: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        bounds = torch.tensor([0, 6], dtype=torch.int32)
+        q, k, v = (F.linear(x, w).unflatten(-1, (-1, 16)) for w in (q, k, v))
+        first, second = varlen_attention(q, k, v, bounds).chunk(2, dim=1)
+        return F.linear(first.flatten(1), b) + F.linear(second.flatten(1), c)
+
+    assert analysed(halves, (6, 64), (64, 64), (32, 64), (32, 64), (64, 32), (64, 32))[1] == {}
+    assert analysed(halves, (6, 64), (64, 64), (64, 64), (64, 64), (64, 32), (64, 32))[1] != {}
+
+
 def test_parts_that_alternate_stay_together() -> None:
     def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = F.linear(x, a)
