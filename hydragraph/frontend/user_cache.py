@@ -31,11 +31,13 @@ def packed_path(kind: str, key: str) -> Path:
 
 def read(path: Path) -> bytes | None:
     """Return a file's content and mark the file as used; return None if it is unreadable."""
-    with contextlib.suppress(OSError):
+    try:
         content = path.read_bytes()
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # the file may be another user's
         os.utime(path)
-        return content
-    return None
+    return content
 
 
 def write(path: Path, content: bytes) -> None:

@@ -39,6 +39,17 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(base: Path, monkeypatch: 
     assert user_cache.read(path) is None
 
 
+def test_a_file_that_cannot_be_marked_as_used_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = user_cache.folder("graphs") / "one"
+    user_cache.write(path, b"content")
+
+    def refused(*_: object) -> None:
+        raise PermissionError("a read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert user_cache.read(path) == b"content"
+
+
 def test_files_used_longest_ago_are_deleted_down_to_three_quarters() -> None:
     paths = [user_cache.folder("graphs") / str(i) for i in range(9)]
     for age, path in enumerate(paths):
