@@ -267,6 +267,7 @@ class AdamW(torch.optim.AdamW):
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Make later steps also write a parameter's new weights to its copy, a 1-D 16-bit tensor of equal length."""
         self._copies = dict(copies)
+        self._prepared = {}
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:

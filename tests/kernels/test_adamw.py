@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -171,6 +172,17 @@ def test_copies_follow_the_weights() -> None:
 
 def enumerate_names(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     return [(f"p{i}", p) for i, p in enumerate(parameters)]
+
+
+def test_new_copies_free_the_tensors_of_earlier_steps() -> None:
+    weights = torch.ones(5)
+    weights.grad = torch.ones(5)
+    optimizer = AdamW([weights])
+    optimizer.step()
+    moment = weakref.ref(optimizer.state[weights]["exp_avg"])
+    optimizer.state.clear()
+    optimizer.copy_to({})
+    assert moment() is None
 
 
 def test_what_is_joined() -> None:
