@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hydragraph as hg
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.ir.program import Block, Program
 from hydragraph.kernels import linear_cross_entropy
 from hydragraph.kernels.linear_cross_entropy import head_loss
-from hydragraph.passes.fuse_head import fuse_head
+from hydragraph.passes.fuse_head import find_head, fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.passes.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -152,6 +153,21 @@ def test_probabilities_are_left_alone() -> None:
 
     _, sharded = head(hg.capture(gpt2(1), loss=taught))
     assert fuse_head(sharded.graph) is sharded.graph
+
+
+def test_classes_that_a_view_changes_are_left_alone() -> None:
+    def graph_of(classes: int) -> fx.Graph:
+        def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            logits = F.linear(hidden, weight).view(-1, classes)
+            return F.cross_entropy(logits, labels, reduction="sum")
+
+        labels = torch.zeros(5 * 40 // classes, dtype=torch.int64)
+        return make_fx(loss, tracing_mode="fake", pre_dispatch=True)(
+            torch.zeros(1, 5, 8), torch.zeros(40, 8), labels
+        ).graph
+
+    found = {classes: any(find_head(n) for n in graph_of(classes).nodes) for classes in (20, 40)}
+    assert found == {20: False, 40: True}
 
 
 def test_variants_fuse_where_they_are_told_to() -> None:
