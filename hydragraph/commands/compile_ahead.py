@@ -13,6 +13,7 @@ from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.graph_footprint import footprint
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.engine.api import RankPrograms, lower
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.program import Block, Program, short
 from hydragraph.passes.differentiate import Variant, saved_names
@@ -133,8 +134,11 @@ class Compiler:
         self._program = program
         self._tell = tell
         inductor = backend == "inductor"
-        self.traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
-        self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
+        cache = VariantCache()
+        self.traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor, cache=cache)
+        self._filling = (
+            Variants(program, "min_cut", backend, device, _KEPT, fused_head=True, cache=cache) if inductor else None
+        )
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
         first: dict[str, Block] = {}
         for block in program.blocks:

@@ -98,7 +98,7 @@ class CompiledModel:
         buffers = initial_buffers(model) | loss_buffers(loss)
         self.check: StageCheck | None = None
         if check == "full" and not world.local_rank:
-            self.check = StageCheck(program, buffers, inductor, added=not inductor, library=library)
+            self.check = StageCheck(program, buffers, inductor, library=library)
         elif check != "off" and not world.local_rank:
             passed = library.manifest.check.stages if library is not None else None
             library_model = (

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 from typer.testing import Result
@@ -16,6 +17,7 @@ from hydragraph.commands.compile import _tokens
 from hydragraph.commands.compile_files import Summary
 from hydragraph.ir.program import Program
 from hydragraph.ir.shared_programs_text import read_programs
+from hydragraph.passes import graph_passes, variants
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
@@ -98,6 +100,14 @@ def test_the_summary_is_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert any(passes)
     assert all(names[0] == "shard" and "differentiate" in names for names in passes if names)
     assert all(value > 0 for each in record["variants"] for value in each["pass_seconds"].values())
+
+    def traced(*_: object) -> None:
+        raise AssertionError("a graph is traced again")
+
+    monkeypatch.setattr(variants, "_shared", WeakValueDictionary())  # as in another process
+    monkeypatch.setattr(graph_passes, "differentiate", traced)
+    again = run("compile", tmp_path / "config.yaml", *width, "--strategy", "<[0]x2>", "--output", tmp_path / "out")
+    assert again.exit_code == 0, again.output
 
 
 @thorough

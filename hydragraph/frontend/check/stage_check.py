@@ -52,7 +52,7 @@ class StageCheck:
     """Check of a program's graphs for stages against its unsharded blocks.
 
     Args:
-        fused_head: whether one operator computes the head and the loss.
+        fused_head: whether Inductor compiles the graphs, so that one operator computes the head and the loss.
         library: untrusted source of the ranks' graphs.
         model: the program's model; large blocks are compared in a narrow copy of this model.
     """
@@ -62,17 +62,16 @@ class StageCheck:
         program: Program,
         buffers: Mapping[str, Tensor],
         fused_head: bool,
-        added: bool = True,
         passed: Mapping[str, str] | None = None,
         library: Library | None = None,
         model: LibraryModel | None = None,
     ) -> None:
         self.passed = dict(passed or {})
         self._library = library
-        self._added = added
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
+        added = not fused_head
         self._whole = Variants(program, added=added, cache=VariantCache())
         self._cut = Variants(program, fused_head=fused_head, added=added, library=library, cache=VariantCache())
         self._passed: set[Hashable] = set()
@@ -147,7 +146,7 @@ class StageCheck:
         content = program.templates[block.template].content
         fused = self._is_fused(block)
         passes_on = program.outline.index[block.name] > program.outline.lowest
-        key = (content, cut_shapes, learns, passes_on, form, fused, str(program.dtype))
+        key = (content, cut_shapes, learns, passes_on, form, fused, self._fused_head, str(program.dtype))
         if self._library is None:
             return key
         return *key, tuple(self._library.source(self._cut.spec(block, part)) for part in form.parts())
@@ -158,7 +157,7 @@ class StageCheck:
         if narrow is None:
             return None
         buffers = initial_buffers(narrow.model)
-        return StageCheck(narrow.program, buffers, self._fused_head, self._added), narrow.widths
+        return StageCheck(narrow.program, buffers, self._fused_head), narrow.widths
 
     def _compare_narrow(self, block: Block, form: StageKind) -> float | None:
         if self._narrow is None:

@@ -26,6 +26,7 @@ from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.ir.layout import GradientKind
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
+from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, gpt2, llama, sequences
 from tests.thorough import only, thorough
 
@@ -44,6 +45,17 @@ def of_llama() -> StageCheck:
 
 def parse(text: str) -> hg.Strategy:
     return hg.Strategy.parse(text, layers=2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_it_compares_the_graphs_that_training_runs(backend: str) -> None:
+    program, model = captured("llama")
+    inductor = backend == "inductor"
+    check = StageCheck(program, initial_buffers(model), inductor)
+    trained = Variants(program, backend=backend, fused_head=inductor, added=True)
+    for block in program.blocks:
+        for part in StageKind(2).parts():
+            assert check._cut.spec(block, part).key == trained.spec(block, part).key
 
 
 @only("tied, one kv head")
