@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import hydragraph.kernels.attention_dropout
 import hydragraph.kernels.dropout
 import hydragraph.kernels.linear_cross_entropy
+import hydragraph.kernels.token_entropy
 import hydragraph.kernels.varlen_attention  # noqa: F401  these register the operators
 from hydragraph.ir.graph_data import PYTHON, known_target
 from hydragraph.private.operator_schemas import signature_of
@@ -63,7 +64,7 @@ _OTHERS = """
     hydragraph::causal_convolution_backward hydragraph::dropout hydragraph::gated_delta_rule
     hydragraph::gated_delta_rule_backward
     hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::head_token_gradients
-    hydragraph::head_token_losses hydragraph::scaled hydragraph::varlen_attention
+    hydragraph::head_token_losses hydragraph::scaled hydragraph::token_entropy hydragraph::varlen_attention
     hydragraph::varlen_attention_backward
     transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward
 """

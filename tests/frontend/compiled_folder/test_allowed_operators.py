@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
 import torch
 
+import hydragraph.kernels
 from hydragraph.frontend.compiled_folder.allowed_operators import ALLOWED, check_call
 
 
@@ -22,6 +25,15 @@ def test_every_operator_of_pytorch_on_the_list_exists_and_is_drawn_from_no_rando
             found = overloads(name)
             assert found, f"{name} is not an operator of this PyTorch"
             assert not any(torch.Tag.nondeterministic_seeded in op.tags for op in found), name
+
+
+def test_every_operator_of_hydragraph_that_graphs_keep_is_on_it() -> None:
+    for module in pkgutil.walk_packages(hydragraph.kernels.__path__, "hydragraph.kernels."):
+        importlib.import_module(module.name)
+    registered = {n.partition(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("hydragraph::")}
+    assert "hydragraph::token_entropy" in registered
+    replaced = {"hydragraph::block"} | {n for n in registered if n.startswith("hydragraph::tp_")}
+    assert registered - replaced <= ALLOWED
 
 
 @pytest.mark.parametrize("name", ["aten::from_file", "aten::set_", "aten::rand", "aten::dropout", "aten::bernoulli"])
