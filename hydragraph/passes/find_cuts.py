@@ -160,7 +160,8 @@ class _Walk:
         if node.target is aten.embedding.default:
             self._embedding(node)
             return None
-        if not any(self.cuts.of(n) for n in node.all_input_nodes):
+        read = operands(node)[:1] if node.target is aten.type_as.default else node.all_input_nodes
+        if not any(self.cuts.of(n) for n in read):
             return None
         if node.target in (aten.cross_entropy_loss.default, torch.ops.hydragraph.token_entropy.default):
             self._loss(node)

@@ -200,6 +200,14 @@ def test_a_split_of_heads_that_share_keys_keeps_them_whole() -> None:
     assert analysed(halves, (6, 64), (64, 64), (64, 64), (64, 64), (64, 32), (64, 32))[1] != {}
 
 
+def test_a_value_that_takes_only_the_dtype_of_a_cut_one_is_whole() -> None:
+    def typed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = F.linear(x, a).relu()
+        return F.linear(y, b) + torch.ops.aten.type_as.default(x, y)
+
+    assert set(analysed(typed, (5, 32), (48, 32), (32, 48))[1]) == {"a_1", "b_1"}
+
+
 def test_parts_that_alternate_stay_together() -> None:
     def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = F.linear(x, a)
