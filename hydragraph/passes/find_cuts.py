@@ -211,7 +211,7 @@ class _Walk:
             if rows is not None and min(dim, dim - added) > 0:  # the chosen rows are dimension 0
                 node = rows
                 dim -= added
-            elif node.target is aten.squeeze.dim:
+            elif node.target is aten.squeeze.dim and len(shape(node)) < len(shape(inputs[0])):
                 node, squeezed = operands(node)
                 dim += dim >= squeezed % len(shape(node))
             elif len(inputs) == 1 and is_pointwise(node):

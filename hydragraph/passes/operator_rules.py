@@ -114,7 +114,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
             dims = [d % ndim for d in rest[0]]
         case aten.unsqueeze.default:
             dims.insert(rest[0] % (ndim + 1), None)
-        case aten.squeeze.dim | aten.select.int:
+        case aten.squeeze.dim | aten.select.int if len(shape(node)) < ndim:
             del dims[rest[0]]
         case aten.expand.default:
             dims = [*([None] * (len(shape(node)) - ndim)), *dims]

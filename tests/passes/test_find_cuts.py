@@ -208,6 +208,14 @@ def test_a_value_that_takes_only_the_dtype_of_a_cut_one_is_whole() -> None:
     assert set(analysed(typed, (5, 32), (48, 32), (32, 48))[1]) == {"a_1", "b_1"}
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_squeezing_a_dimension_that_is_not_one_changes_nothing(dim: int) -> None:
+    def squeezed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(torch.ops.aten.squeeze.dim(F.linear(x, a), dim), b)
+
+    assert set(analysed(squeezed, (5, 32), (48, 32), (32, 48))[1]) == {"a_1", "b_1"}
+
+
 def test_parts_that_alternate_stay_together() -> None:
     def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = F.linear(x, a)
