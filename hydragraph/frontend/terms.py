@@ -49,7 +49,8 @@ _SIZED = "computes with a number of tokens or sequences"
 _BEHIND = "uses a sum over tokens for more than addition or scaling"
 
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
-_ADDED = aten_operators("add.Tensor sub.Tensor stack cat")
+_SUMS = aten_operators("add.Tensor sub.Tensor")
+_ADDED = _SUMS | aten_operators("stack cat")
 _KEPT = aten_operators("neg clone alias detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
 _LINEAR = MOVES | VIEWS | _KEPT | aten_operators("mean mean.dim sum sum.dim_IntList")
 _CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
@@ -217,7 +218,7 @@ def _has_rows(node: fx.Node) -> bool:
 def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
     others = [n for n in node.all_input_nodes if n not in summed]
     if node.target in _ADDED:
-        numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
+        numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target in _SUMS]
         return not any(numbers) and all(_is_zero(n) for n in others)
     if node.target in SCALED:
         factors = [a for a in operands(node)[:2] if a in summed]

@@ -79,6 +79,7 @@ MIXED = {
     "a product of sums": lambda x, b: each(x, b).sum() * x.sum(),
     "divided by a sum": lambda x, b: 1.0 / (1.0 + each(x, b).sum()),
     "a constant besides": lambda x, b: each(x, b).sum() + 0.5,
+    "less a constant": lambda x, b: each(x, b).sum() - 0.5,
     "less its mean": lambda x, b: (each(x, b) - each(x, b).mean()).pow(2).sum(),
     "a running sum": lambda x, b: each(x, b).cumsum(0).sum(),
     "a softmax over what a mask picks": lambda x, b: (
@@ -93,7 +94,7 @@ MIXED = {
 }
 
 
-@only("each by the sum of all")
+@only("each by the sum of all", "less a constant")
 @pytest.mark.parametrize(
     "name",
     first(
@@ -104,6 +105,7 @@ MIXED = {
             "a root of a sum",
             "a product of sums",
             "a constant besides",
+            "less a constant",
             "a running sum",
             "a softmax over what a mask picks",
             "each by the sum of all",
