@@ -120,7 +120,9 @@ def _unfinished(cuts: Cuts) -> set[fx.Node]:
     return {
         node
         for node in cuts.columns
-        if node not in used or (not cuts.origins[node].heads and width(node) // cuts.origins[node].unit < NARROWEST)
+        if node not in used
+        or (not cuts.origins[node].heads and width(node) // cuts.origins[node].unit < NARROWEST)
+        or any(bound % cuts.origins[node].unit for bound in (*cuts.origins[node].bounds, width(node)))
     }
 
 

@@ -11,6 +11,7 @@ and its heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -90,11 +91,11 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Enlarge the units of all origins to at least `unit`, in elements of the value's lead."""
+        """Enlarge the units of all origins to multiples of `unit`, in elements of the value's lead."""
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
-            origin.unit = max(origin.unit, own)
+            origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
         """Start a segment at an element of the lead; return False if it has no counterpart in other origins."""
@@ -124,7 +125,7 @@ class Cuts:
             origin.unit * lead.head // origin.head if origin.head and lead.head else origin.unit
             for origin in (self.origins[o] for o in cut.origins)
         ]
-        return max(units, default=1)
+        return math.lcm(*units)
 
 
 def width(node: fx.Node) -> int:

@@ -208,6 +208,20 @@ def test_a_value_that_takes_only_the_dtype_of_a_cut_one_is_whole() -> None:
     assert set(analysed(typed, (5, 32), (48, 32), (32, 48))[1]) == {"a_1", "b_1"}
 
 
+def test_units_of_several_sizes_stay_together() -> None:
+    def pooled(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        y = F.linear(x, a)
+        first, second = (y.unflatten(-1, (-1, size)).amax(-1) for size in (16, 24))
+        return F.linear(first, b) + F.linear(second, c)
+
+    assert analysed(pooled, (5, 32), (768, 32), (32, 48), (32, 32))[1] == {
+        "a_1": ShardRule(0, (16,), 48),
+        "b_1": ShardRule(1, (16,), 3),
+        "c_1": ShardRule(1, (16,), 2),
+    }
+    assert analysed(pooled, (5, 32), (384, 32), (32, 24), (32, 16))[1] == {}
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_squeezing_a_dimension_that_is_not_one_changes_nothing(dim: int) -> None:
     def squeezed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
