@@ -48,10 +48,10 @@ _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
 _BEHIND = "uses a sum over tokens for more than addition or scaling"
 
-SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
+SCALED = aten_operators("div.Tensor div.Scalar mul.Tensor mul.Scalar")
 _SUMS = aten_operators("add.Tensor sub.Tensor")
 _ADDED = _SUMS | aten_operators("stack cat")
-_KEPT = aten_operators("neg clone alias detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
+_KEPT = aten_operators("neg clone detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
 _LINEAR = MOVES | VIEWS | _KEPT | aten_operators("mean mean.dim sum sum.dim_IntList")
 _CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
 _SUM = 2  # PyTorch's code of reduction="sum"

@@ -56,7 +56,7 @@ class Points(NamedTuple):
     to: Order
 
 
-SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone alias detach contiguous lift_fresh_copy")
+SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")
 ARANGES = aten_operators("arange arange.start arange.start_step")
 # Operators whose second result contains indices.

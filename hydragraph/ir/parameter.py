@@ -73,9 +73,6 @@ class ShardRule:
     def allows(self, tp: int) -> bool:
         return not self.heads or all(shares_heads(segment, tp) for segment in self.segments)
 
-    def shared(self, tp: int) -> bool:
-        return self.heads and min(self.segments) < tp
-
 
 @dataclass(frozen=True)
 class Parameter:

@@ -14,6 +14,7 @@ position. A negative second number switches dropout off.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,13 +78,10 @@ def _evaluate(keys: Tensor, groups: Tensor, call: int) -> Tensor:
     # int64 products wrap around like unsigned products.
     k0, k1 = (keys[:, :1] & _WORD), (keys[:, :1] >> 32 & _WORD)
     position, sequence = (keys[:, 1:] & _WORD), (keys[:, 1:] >> 32 & _WORD)
-    c0: Tensor = groups[None, :]
-    c1 = position
-    c2 = sequence
-    c3 = torch.full_like(position, call)
+    c0, c1, c2 = groups[None, :], position, sequence
+    c3: Any = call
     for _ in range(ROUNDS):
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (b >> 32 & _WORD) ^ c1 ^ k0, b & _WORD, (a >> 32 & _WORD) ^ c3 ^ k1, a & _WORD
         k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
-    shape = torch.broadcast_shapes(*(c.shape for c in (c0, c1, c2, c3)))
-    return torch.stack([c.expand(shape) for c in (c0, c1, c2, c3)], -1).flatten(1)
+    return torch.stack([c0, c1, c2, c3], -1).flatten(1)

@@ -99,7 +99,7 @@ def compile_variant(
     variant = bind(variant, device)
     fakes = {
         name: _place(value_of(node), device, strides.get(name))
-        for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
+        for node, name in zip(placeholders_of(variant.forward), variant.inputs, strict=True)
     }
     try:
         forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
@@ -113,10 +113,6 @@ def compile_variant(
         what = f"Inductor cannot compile the graph ({type(error).__name__}: {first_line})"
         raise Unsupported(what, where=where, remedy='pass backend="eager"; see the error above') from error
     return replace(variant, forward=forward, backward=backward)
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return placeholders_of(module)
 
 
 def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) -> Any:
@@ -175,7 +171,7 @@ def _compile(
     module: fx.GraphModule, inputs: Sequence[Any], strides: Mapping[str, object], names: Sequence[str]
 ) -> tuple[fx.GraphModule, list[Any]]:
     outer = _Outer(module)
-    placeholders = _placeholders(module)
+    placeholders = placeholders_of(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
     # Compiled code expects contiguous inputs, except for shards and saved values.

@@ -26,7 +26,7 @@ _SAME = frozenset(
         *VIEWS,
         *MOVES,
         *(aten.squeeze.default, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.t.default),
-        *(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default, aten.to.dtype),
+        *(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.to.dtype),
         *(aten.to.device, aten.to.dtype_layout, aten._to_copy.default, communicate),
     }
 )

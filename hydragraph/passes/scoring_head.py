@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 V = TypeVar("V")
 
-_KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default}
+_KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.default}
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:

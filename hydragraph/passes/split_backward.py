@@ -8,12 +8,13 @@ No operator runs twice, so gradients are bitwise equal to those of the whole bac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from hydragraph.passes.differentiate import Variant, saved_names
+from hydragraph.private.tracing import ancestors_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
     results: list[fx.Node] = list(nodes[-1].args[0])
     gradients = dict(zip(variant.gradients, results, strict=True))
     hidden = gradients.pop("hidden", None)
-    early = _ancestors([] if hidden is None else [hidden])
+    early = ancestors_of([] if hidden is None else [hidden], lambda node: True)
     late = [n for n in nodes if n.op not in ("placeholder", "output", "get_attr") and n not in early]
     read = {operand for node in late for operand in node.all_input_nodes} | {*gradients.values()}
     again = {n for n, name in named.items() if name != "tangent" and not name.startswith("saved.")}
@@ -58,17 +59,6 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
             variant.added,
         ),
     )
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> Collection[fx.Node]:
-    ancestors: set[fx.Node] = set()
-    left = list(nodes)
-    while left:
-        node = left.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            left += node.all_input_nodes
-    return ancestors
 
 
 def _graph(

@@ -16,12 +16,12 @@ _ATEN = """
 elementwise
     abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
     bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone complex copysign cos cosh
-    deg2rad div elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu greater
-    greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp
-    less less_equal lgamma log log10 log1p log2 log_sigmoid log_sigmoid_forward logaddexp logaddexp2 logical_and
-    logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg not_equal polar
-    positive pow prelu _prelu_kernel reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu
-    sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold true_divide trunc where xlogy
+    deg2rad div elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu gt hardshrink
+    hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp lgamma log log10 log1p log2
+    log_sigmoid log_sigmoid_forward logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
+    masked_fill maximum minimum mish mul nan_to_num ne neg polar positive pow prelu _prelu_kernel reciprocal relu relu6
+    remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square sub tan
+    tanh threshold trunc where xlogy
     __and__ __or__ __xor__ __lshift__ __rshift__ _to_copy to type_as
 and their derivatives
     elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
