@@ -40,8 +40,8 @@ _FINDS = aten_operators("""
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
-_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the argument that is searched
-_ENDS = ([0, 1, 2**63 - 1], [0, 0, -1])  # arguments of [1:] and [:-1]
+_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # searched argument
+_ENDS = ([0, 1, 2**63 - 1], [0, 0, -1])  # [1:] and [:-1]
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row, which depends on the other packed sequences"
 _ACROSS = "computes a term from several tokens or sequences"
@@ -58,9 +58,9 @@ _SUM = 2  # PyTorch's code of reduction="sum"
 
 
 class _Bound(Enum):
-    PLACE = auto()  # positions in the packed row, from cu_seqlens
+    PLACE = auto()  # positions in the row
     LENGTH = auto()  # differences of places
-    INDEX = auto()  # others, such as the number of each token's sequence
+    INDEX = auto()  # others
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
@@ -111,7 +111,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 
 
 def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
-    """Return the kind of a result computed from bounds, or None if positions serve for more than indices."""
+    """Return the kind of a result, or None if positions are data."""
     first, *others = operands(node)
     given = [told[n] for n in node.all_input_nodes if n in told]
     if node.target in _OF_NEIGHBOURS:

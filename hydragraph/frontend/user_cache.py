@@ -35,7 +35,7 @@ def read(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError:
         return None
-    with contextlib.suppress(OSError):  # the file may be another user's
+    with contextlib.suppress(OSError):
         os.utime(path)
     return content
 

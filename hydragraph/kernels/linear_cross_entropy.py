@@ -174,7 +174,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 @torch.library.custom_op("hydragraph::scaled", mutates_args=())
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Return a 16-bit gradient times an fp32 number, without an fp32 copy of the gradient."""
+    """Scale a gradient without a wide copy."""
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 

@@ -224,7 +224,7 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        # With LoRA, a layer's sharded result is added to a narrow adapter's unsharded result: do not shard the adapter.
+        # Do not shard a narrow LoRA adapter whose whole result is added to a sharded one.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:

@@ -77,7 +77,7 @@ def find_head(loss: fx.Node) -> Head | None:
         return None
     hidden = _node(product.args[0])
     matrix = _node(product.args[1])
-    if value_of(_node(logits)).shape[-1] != value_of(matrix).shape[0]:  # a view may have changed the classes
+    if value_of(_node(logits)).shape[-1] != value_of(matrix).shape[0]:
         return None
     assert isinstance(ignored, int)
     assert isinstance(reduction, int)

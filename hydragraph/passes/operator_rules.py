@@ -136,8 +136,7 @@ def _common(cuts: Cuts, values: Sequence[fx.Node], key: Callable[[Cut], object])
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Parts must have equal cuts and be joined along another dimension. A part that is expanded to all heads is instead
-    # expanded to this rank's heads.
+    # A part that is expanded to all heads is expanded to this rank's heads instead.
     parts = operands(node)[0]
     first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:

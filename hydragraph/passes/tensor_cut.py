@@ -37,7 +37,7 @@ class Cut:
         origins: all origins of the value, which are sharded in the same way.
         outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
         pieces: cuts of the values that are concatenated along the dimension.
-        parts: origins of corresponding elements, each with its offset from `start`; empty for the lead alone.
+        parts: origins and offsets from `start` of corresponding elements; empty: the lead.
     """
 
     dim: int
@@ -98,7 +98,7 @@ class Cuts:
             origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
-        """Start a segment at an element of the lead; return False if it has no counterpart in other origins."""
+        """Start a segment; return False if an origin has no such element."""
         parts = cut.parts or {(cut.lead, 0)}
         if not cut.origins <= {origin for origin, _ in parts}:
             return False
@@ -111,7 +111,7 @@ class Cuts:
         return sorted(b for b in self.origins[cut.lead].bounds if cut.start < b < cut.start + cut.length)
 
     def join(self, cuts: Sequence[Cut]) -> Cut | None:
-        """Return the first cut, with the origins and bounds of all cuts, which have equal lengths."""
+        """Return the first cut with all origins and bounds."""
         first = cuts[0]
         parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
         joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))

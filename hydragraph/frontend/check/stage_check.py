@@ -52,7 +52,7 @@ class StageCheck:
     """Check of a program's graphs for stages against its unsharded blocks.
 
     Args:
-        fused_head: whether Inductor compiles the graphs, so that one operator computes the head and the loss.
+        fused_head: whether one operator computes the head and the loss, as with Inductor.
         library: untrusted source of the ranks' graphs.
         model: the program's model; large blocks are compared in a narrow copy of this model.
     """
