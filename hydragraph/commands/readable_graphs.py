@@ -88,7 +88,6 @@ def _identifier(name: str) -> str:
 
 
 def _sizes(variant: Variant) -> Callable[[object], str]:
-    """Return a function that formats sizes with the symbols T and S."""
     nodes = dict(zip(variant.inputs, placeholders_of(variant.forward), strict=True))
     first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)

@@ -190,7 +190,6 @@ def read_step(text: str, option: str) -> int:
 
 
 def _code(number: int) -> int:
-    """Return the exit code of a run that a signal stopped."""
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 

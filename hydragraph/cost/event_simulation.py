@@ -194,7 +194,6 @@ class Engine:
         self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        """Enter the commit after all transfers; return whether all actors have entered."""
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -362,7 +361,6 @@ def _receives(actor: Actor) -> dict[StageMessage, int]:
 
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
-    """Return the seconds of every computation by index; -1 stands for the commit."""
     program = actor.program
     durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], dict[int, float]] = {}

@@ -74,8 +74,6 @@ class Passage:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Messages that begin together, with the times of `message_rounds.together`."""
-
     src: Ints
     dst: Ints
     moving: Floats

@@ -135,5 +135,4 @@ def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
 
 
 def _in_order(at: Ints, length: Ints, size: int) -> bool:
-    """Return whether slices at `at`, in order, fill a buffer of `size` elements."""
     return bool((at == length.cumsum() - length).all()) and int(length.sum()) == size

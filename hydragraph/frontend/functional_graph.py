@@ -154,7 +154,6 @@ def functional_graph(
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
-    """Reject writes that autograd does not record."""
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)

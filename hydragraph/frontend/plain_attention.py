@@ -61,7 +61,6 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _packed(place: fx.Node, x: fx.Node) -> fx.Node:
-    """Reshape [1, heads, T, D] to [T, heads, D]."""
     heads, _, width = shape(x)[-3:]
     swapped = insert(place, aten.transpose.int, x, len(shape(x)) - 3, len(shape(x)) - 2)
     return insert(place, aten.view.default, swapped, [-1, heads, width])

@@ -273,7 +273,6 @@ def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
-    """Return whether a matrix product neither sums over tokens nor pairs them."""
     if a in dims and dims[a] == len(shape(a)) - 1:
         return False
     if b in dims and a not in dims:

@@ -261,7 +261,6 @@ def _ascends(sort: fx.Node) -> bool:
 
 
 def _is_choice(value: Any) -> bool:
-    """Return whether a value contains indices, which are never negative."""
     while isinstance(value, fx.Node) and value.target in SAME | VIEWS:
         value = operands(value)[0]
     if not isinstance(value, fx.Node):

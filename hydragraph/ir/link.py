@@ -188,8 +188,6 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """One entry per slice and candidate sender, ordered by slice."""
-
     src: Ints
     dst: Ints
     partial: Bools

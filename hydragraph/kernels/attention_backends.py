@@ -134,8 +134,6 @@ class _Flash(ABC):
 
 
 class _FlashAttn(_Flash):
-    """The flash-attn package, 2.7 or newer."""
-
     name = "flash_attn"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
@@ -165,8 +163,6 @@ class _FlashAttn(_Flash):
 
 
 class _TorchFlash(_Flash):
-    """PyTorch's flash kernels."""
-
     name = "torch"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
@@ -198,8 +194,6 @@ class _TorchFlash(_Flash):
 
 
 class _Triton:
-    """Kernels of `triton_attention`."""
-
     name = "triton"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:

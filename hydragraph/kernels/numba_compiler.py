@@ -189,7 +189,6 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _say(sentence: str) -> None:
-    """Log only the first warning; later ones have the same cause."""
     if not _said:
         _LOG.warning("%s", sentence)
     _said.append(sentence)

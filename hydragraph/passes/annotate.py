@@ -93,7 +93,6 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
 
 
 def _spreads(node: fx.Node) -> bool:
-    """Return whether a value repeats tokens, for example as rows for several experts."""
     if _chooses_rows(node) or node.target is aten.repeat.default:
         return True
     inputs = node.all_input_nodes

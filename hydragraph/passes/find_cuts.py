@@ -187,7 +187,6 @@ class _Walk:
         return cut
 
     def _cut_partners(self, node: fx.Node) -> None:
-        """Shard parameters combined elementwise with a sharded value: biases, scales and convolution weights."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
         # One segment of a fused product has different units from the whole product.

@@ -153,8 +153,6 @@ _START = Fraction(-1)  # before every computation
 
 
 class _Moment(NamedTuple):
-    """Sort key of an exchange; equal keys denote one exchange."""
-
     time: Fraction
     pushes: bool
     place: int  # position in pull or push order

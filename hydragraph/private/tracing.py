@@ -323,7 +323,6 @@ def writes(node: fx.Node) -> bool:
 
 
 def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.GraphModule:
-    """Trace again without in-place operators, which partitioners reject."""
     with torch.no_grad():
         functional: fx.GraphModule = make_fx(torch.func.functionalize(graph))(*arguments)
     functional.graph.eliminate_dead_code()
@@ -348,7 +347,6 @@ def partition(
 
 
 def _drop_repeats(graph: fx.Graph) -> None:
-    """Eliminate common subexpressions, but do not merge results of the graph."""
     results = graph.output_node().all_input_nodes
     returned = {number for node in results for number in _memory(node)}
     first_by_key: dict[Any, fx.Node] = {}
@@ -397,7 +395,6 @@ def recompute(
 
 
 def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection[str] = ()) -> fx.GraphModule:
-    """Copy the nodes that the outputs need."""
     graph = fx.Graph()
     copied = {}
     nodes = [node for node in joint.graph.nodes if node.op != "output"]

@@ -26,8 +26,6 @@ _LETTER = 0.062  # inches
 
 @dataclass(frozen=True)
 class _StageBar:
-    """Bar of a stage that covers adjacent rows and the layers [first, last)."""
-
     top: int
     bottom: int
     first: int

@@ -49,7 +49,6 @@ _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
 def _strategies(value: object) -> tuple[str, ...]:
-    """Return strategies as strings; a mapping becomes one line of YAML."""
     several = [value] if isinstance(value, str | Mapping) else value
     if isinstance(several, Sequence):
         several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]

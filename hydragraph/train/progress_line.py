@@ -107,7 +107,6 @@ class Screen:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
 
     def _left(self, step: int, now: float) -> str:
-        """Estimate the remaining time, ignoring the session's first step, which includes compilation."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
         seconds_per_step = (now - self._first[1]) / (step - self._first[0])

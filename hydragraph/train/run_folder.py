@@ -254,7 +254,6 @@ class RunFolder:
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 
     def _clear(self) -> None:
-        """Remove an earlier run, but not cached data and reference scores."""
         for path in (self.checkpoints, self.tensorboard, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
         files = (self.metrics, self.events, self.ranks, self.slow, self.picture, self.trace, self.corrections)

@@ -58,7 +58,6 @@ class WatchedProcess:
 
 
 def _status(pid: int) -> tuple[str, int] | None:
-    """Return a process's state letter and start time, if it exists."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:

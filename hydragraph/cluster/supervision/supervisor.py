@@ -129,7 +129,6 @@ def run_members(
 
 
 def _on_return(refill: Callable[[], None]) -> ExitStack:
-    """Return a context in which SIGUSR1 (devices are back) calls `refill`."""
     undo = ExitStack()
     if threading.current_thread() is threading.main_thread():
         undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: refill()))

@@ -39,7 +39,6 @@ def key_of(content: str) -> str:
 
 @functools.cache
 def _own_source() -> str:
-    """Digest hydragraph's files, because they can change within a version."""
     root = Path(str(hydragraph.__file__)).parent
     stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
     return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()

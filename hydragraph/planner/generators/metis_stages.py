@@ -249,7 +249,6 @@ def _profile(
 
 
 def _gradients(costs: Costs, layer: int) -> int:
-    """Return a layer's gradient bytes; a shared weight counts at its first use."""
     blocks = costs.outline.blocks[slice(*costs.outline.span(layer, layer + 1))]
     users = dict(costs.outline.buckets)
     return GRADIENT_BYTES * sum(b.size for b in costs.buckets if b.learns and users[b.name][0] in blocks)

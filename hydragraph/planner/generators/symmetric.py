@@ -53,8 +53,6 @@ class _Laid:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Tensor-parallel groups in node order, with the memory that the state leaves free."""
-
     ranks: tuple[tuple[int, ...], ...]
     sites: tuple[DeviceSite, ...]
     rates: Floats

@@ -112,7 +112,6 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
-        """Discard the recorded steps if the rates have changed."""
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
