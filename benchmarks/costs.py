@@ -42,7 +42,7 @@ from rich.table import Table as Printed
 import hydragraph as hg
 from benchmarks.published.deepspeed import DEEPSPEED, Stack, deepspeed_s
 from hydragraph.cost.block_pieces import AUX, BlockPiece, PricedDevice
-from hydragraph.cost.curves import Constants, Table
+from hydragraph.cost.curves import Constants, Load
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.stage_costs import Hop, StageCost
@@ -73,6 +73,31 @@ SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds th
 )
 
 
+@dataclass(frozen=True)
+class Table(Constants):
+    """Seconds by tokens, measured for sequences of one length: linear between what was measured, and beyond."""
+
+    rows: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def of(cls, seconds: dict[int, float]) -> Table:
+        """Return a table whose constants are its last row's."""
+        rows = tuple(sorted(seconds.items()))
+        return cls(0.0, rows[-1][1] / rows[-1][0], 0.0, rows=rows)
+
+    def at(self, load: Load) -> float:
+        tokens = load.tokens
+        if len(self.rows) == 1:
+            return self.rows[0][1] * tokens / self.rows[0][0]
+        after = min(max(1, sum(row[0] < tokens for row in self.rows)), len(self.rows) - 1)
+        (low, early), (high, late) = self.rows[after - 1 : after + 1]
+        return max(0.0, early + (late - early) * (tokens - low) / (high - low))
+
+    def times(self, factor: float) -> Table:
+        rows = tuple((tokens, seconds * factor) for tokens, seconds in self.rows)
+        return Table(self.a * factor, self.b * factor, self.c * factor, rows=rows)
+
+
 class Sailor:
     """The published profiles, networks and runs.
 
@@ -99,8 +124,8 @@ class Sailor:
             sizes = [int(row[0]) for row in memory[tp]] if tp in memory else [int(row[0]) // tp for row in memory[1]]
             pieces[StageKind(tp)] = {
                 f"block {i}": BlockPiece.apart(
-                    Table(tuple((n, n * SEQUENCE, each[i][0]) for n, each in rows.items())),
-                    Table(tuple((n, n * SEQUENCE, each[i][1]) for n, each in rows.items())),
+                    Table.of({n * SEQUENCE: each[i][0] for n, each in rows.items()}),
+                    Table.of({n * SEQUENCE: each[i][1] for n, each in rows.items()}),
                     parameters=size,
                 )
                 for i, size in enumerate(sizes)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydragraph.cost.curves import Constants as Constants
-from hydragraph.cost.curves import Curve, Table
 
 Scheme = tuple[int, int]  # (tp, pp): a pipeline of pp stages with tp devices each
 
@@ -39,7 +38,7 @@ class BlockPiece:
     """Cost and memory of one block on a rank, in one kind of stage.
 
     Attributes:
-        seconds: seconds of forward and backward together; approximate if `forward` and `backward` are tables.
+        seconds: seconds of forward and backward together.
         parameters: parameter elements on the rank.
         kept: bytes per token that the forward saves for the backward.
         working: temporary bytes per token.
@@ -59,25 +58,23 @@ class BlockPiece:
     working: float = 0.0
     fixed: float = 0.0
     frozen: int = 0
-    forward: Curve | None = None
-    backward: Curve | None = None
+    forward: Constants | None = None
+    backward: Constants | None = None
     reduced: tuple[int, int] = (0, 0)
     during_sums: tuple[float, ...] = ()
     before_sums: tuple[float, ...] = ()
     held: MemoryLines | None = None
 
     @classmethod
-    def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> BlockPiece:
-        one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
-        together = Constants.sum([(1, one), (1, two)])
-        return cls(together, **sizes, forward=forward, backward=backward)
+    def apart(cls, forward: Constants, backward: Constants, **sizes: Any) -> BlockPiece:
+        return cls(Constants.sum([(1, forward), (1, backward)]), **sizes, forward=forward, backward=backward)
 
     @property
-    def forward_only(self) -> Curve:
+    def forward_only(self) -> Constants:
         """Forward curve of a piece that has no backward."""
         return self.forward if self.forward is not None else self.seconds
 
-    def parts(self, recompute: bool | float) -> tuple[Curve, Curve]:
+    def parts(self, recompute: bool | float) -> tuple[Constants, Constants]:
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
         part = 1 / 4 if recompute else 1 / 3

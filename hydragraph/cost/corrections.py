@@ -180,8 +180,7 @@ def _corrected(name: str, piece: BlockPiece, kind: StageKind, ahead: float, back
         forward = piece.forward.times(ahead) if piece.forward is not None else None
         return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)
     one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))
-    first, second = (curve if isinstance(curve, Constants) else curve.constants() for curve in (one, two))
-    together = Constants.sum([(1, first), (1, second)])
+    together = Constants.sum([(1, one), (1, two)])
     sums = piece.reduced[0]
     before = (*(ahead * s for s in piece.before_sums[:sums]), *(back * s for s in piece.before_sums[sums:]))
     during = tuple(back * s for s in piece.during_sums)

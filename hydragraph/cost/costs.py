@@ -19,7 +19,7 @@ from functools import lru_cache
 from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costed_work import CostedWork
-from hydragraph.cost.curves import Constants, Table
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.home_choice import HomeQuestion, choose_home
 from hydragraph.cost.instruction_work import Priced, Without
 from hydragraph.cost.longest_micro_batch import LongestMicroBatch
@@ -197,7 +197,12 @@ class Costs(Pricing):
             by_row.setdefault(row, []).append(stage.constants)
         of_rows = [row[0] if len(row) == 1 else Constants.sum((1.0, k) for k in row) for row in by_row.values()]
         slowest = max(of_rows, key=lambda k: k.work(util) + k.c)
-        self._check_fit(stages, slowest)
+        if self.measured and slowest.failed:
+            raise Unsupported(
+                f"the fit of a stage's time failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
+                where=f"profile {self.profile.name}",
+                remedy="measure it again, on a quieter machine or with longer sequences: hydragraph profile --longest",
+            )
         return PipelineCost(
             slowest.a,
             slowest.b,
@@ -211,15 +216,6 @@ class Costs(Pricing):
             near=slowest.near,
             rows=pipeline.rows if pipeline.interleaved else (),
         )
-
-    def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
-        curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
-        if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
-            raise Unsupported(
-                f"the fit of a stage's time failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
-                where=f"profile {self.profile.name}",
-                remedy="measure it again, on a quieter machine or with longer sequences: hydragraph profile --longest",
-            )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
         """Return the size in tokens of a pipeline's largest micro-batch that fits in memory under the default schedule.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, MemoryLines
-from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.curves import Constants
 
 
 def within_budget(
@@ -45,13 +45,10 @@ def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) ->
     )
 
 
-def _between(before: Curve, after: Curve, share: float) -> Curve:
-    if isinstance(before, Table) and isinstance(after, Table):
-        most = {(sequences, tokens): seconds for sequences, tokens, seconds in after.rows}
-        rows = ((s, t, x + share * (most.get((s, t), x) - x)) for s, t, x in before.rows)
-        return Table(tuple(rows))
-    one, two = (curve.constants() if isinstance(curve, Table) else curve for curve in (before, after))
-    return Constants(one.a, one.b + share * (two.b - one.b), one.c + share * (two.c - one.c), one.near)
+def _between(before: Constants, after: Constants, share: float) -> Constants:
+    return Constants(
+        before.a, before.b + share * (after.b - before.b), before.c + share * (after.c - before.c), before.near
+    )
 
 
 def _held(plain: MemoryLines, full: MemoryLines, budget: float) -> MemoryLines:

@@ -8,7 +8,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from hydragraph.cost.block_pieces import BlockPiece, MemoryLines, PricedDevice, Scheme
-from hydragraph.cost.curves import Constants, curve_record, read_constants, read_curve
+from hydragraph.cost.curves import Constants, curve_record, read_constants
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.cluster import Interconnect
@@ -75,7 +75,7 @@ def _piece_record(piece: BlockPiece) -> dict[str, Any]:
 
 
 def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
-    curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
+    curves = {name: read_constants(data[name]) for name in ("forward", "backward") if data.get(name)}
     record = data.get("held")
     details = record and MemoryLines(
         **{  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
-from hydragraph.cost.curves import Constants, Curve
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.reach import Reach
 from hydragraph.cost.stage_costs import Hop, Parts, Ring, StageCost
@@ -50,15 +49,15 @@ class StageTerms(NamedTuple):
     faithful: Bools
 
 
-def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None = None) -> StageTerms:
+def stage_terms(kinds: Sequence[PipelineCost], count: int, lower: bool = False) -> StageTerms:
     """Return the arrays of pipeline kinds.
 
     Args:
         count: maximum number of micro-batches per pipeline.
-        shortest: if given, compute lower bounds for micro-batches of at least `shortest` tokens; None: approximate.
+        lower: compute lower bounds; otherwise approximate.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
-    arrays = [_kind(kind, shortest, reaches) for kind in kinds]
+    arrays = [_kind(kind, lower, reaches) for kind in kinds]
     deepest = max(len(array) for array, _ in arrays)
     mixed = max(array.shape[1] for array, _ in arrays)
     seconds = np.zeros((len(kinds), deepest, mixed, PARTS, 3 + len(reaches)))
@@ -101,69 +100,57 @@ def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
 def _reaches(kind: PipelineCost) -> frozenset[Reach]:
     parts = (part for s in kind.stage_costs for part in (*s.forward, *s.backward, *s.aux))
     curves = (curve for part in parts for _, curve in part)
-    return frozenset(reach for curve in curves if isinstance(curve, Constants) for reach, _ in curve.near)
+    return frozenset(reach for curve in curves for reach, _ in curve.near)
 
 
 @lru_cache(maxsize=256)
-def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) -> tuple[Floats, bool]:
+def _kind(kind: PipelineCost, lower: bool, reaches: tuple[Reach, ...]) -> tuple[Floats, bool]:
     stages = kind.stage_costs
     mixed = max(len(stage.forward) for stage in stages)
     seconds = np.zeros((len(stages), mixed, PARTS, 3 + len(reaches)))
-    span = (shortest, max(kind.max_len, shortest)) if shortest is not None else None
     for s, stage in enumerate(stages):
         for r in range(mixed):
             at = r if r < len(stage.forward) else 0
-            rings = [_ring(ring, span) for ring in stage.rings] if stage.rings else [np.zeros(3)] * 2
-            seconds[s, r, EARLY] = _added(stage.aux[at], span, reaches) if stage.aux else 0.0
-            seconds[s, r, FORWARD] = _added(stage.forward[at], span, reaches)
-            seconds[s, r, BACKWARD] = _added(stage.backward[at], span, reaches)
+            rings = [_ring(ring, lower) for ring in stage.rings] if stage.rings else [np.zeros(3)] * 2
+            seconds[s, r, EARLY] = _added(stage.aux[at], reaches) if stage.aux else 0.0
+            seconds[s, r, FORWARD] = _added(stage.forward[at], reaches)
+            seconds[s, r, BACKWARD] = _added(stage.backward[at], reaches)
             seconds[s, r, FORWARD, :3] += rings[0]
             seconds[s, r, BACKWARD, :3] += rings[1]
-            seconds[s, r, AHEAD, :3] = _hop(stage.ahead, span)
-            seconds[s, r, BACK, :3] = _hop(stage.back, span)
+            seconds[s, r, AHEAD, :3] = _hop(stage.ahead, lower)
+            seconds[s, r, BACK, :3] = _hop(stage.back, lower)
     return seconds, all(map(_faithful, stages))
 
 
-Span = tuple[int, int] | None  # (fewest, most) tokens for which to compute a lower bound; None: approximate
-
-
-def _added(parts: Parts, span: Span, reaches: Sequence[Reach]) -> Floats:
+def _added(parts: Parts, reaches: Sequence[Reach]) -> Floats:
     total = np.zeros(3 + len(reaches))
-    for times, curve in parts:
-        k = _constants(curve, span)
+    for times, k in parts:
         near = dict(k.near)
         total += times * np.array([k.a, k.b, k.c, *(near.get(reach, 0.0) for reach in reaches)])
     return total
 
 
-def _constants(curve: Curve, span: Span) -> Constants:
-    if isinstance(curve, Constants):
-        return curve
-    return curve.constants() if span is None else Constants(0.0, curve.least_per_token(*span), 0.0)
+def _per_byte(link: Interconnect, lower: bool) -> float:
+    speeds = (speed for _, speed in link.points if lower)
+    return 1 / max([link.bytes_per_s, *speeds])
 
 
-def _per_byte(link: Interconnect, span: Span) -> float:
-    quickest = max([link.bytes_per_s, *(speed for _, speed in link.points)])
-    return 1 / (link.bytes_per_s if span is None else quickest)
+def _ring(ring: Ring, lower: bool) -> Floats:
+    return np.array([0.0, ring.token_seconds(_per_byte(ring.link, lower)), ring.latency_s])
 
 
-def _ring(ring: Ring, span: Span) -> Floats:
-    return np.array([0.0, ring.token_seconds(_per_byte(ring.link, span)), ring.latency_s])
-
-
-def _hop(hop: Hop | None, span: Span) -> Floats:
+def _hop(hop: Hop | None, lower: bool) -> Floats:
     if hop is None:
         return np.zeros(3)
     size = hop.token_bytes * hop.part * max(1, hop.sharing)
-    per_token = size * sum(_per_byte(link, span) for link in hop.links)
+    per_token = size * sum(_per_byte(link, lower) for link in hop.links)
     return np.array([0.0, per_token, sum(link.latency_s for link in hop.links)])
 
 
 def _faithful(stage: StageCost) -> bool:
-    curves = [curve for parts in (*stage.forward, *stage.backward, *stage.aux) for _, curve in parts]
     hops = [hop for hop in (stage.ahead, stage.back) if hop is not None]
     links = [*(ring.link for ring in stage.rings or ()), *(link for hop in hops for link in hop.links)]
-    return all(isinstance(curve, Constants) for curve in curves) and not any(link.points for link in links)
+    return not any(link.points for link in links)
 
 
 @compiled

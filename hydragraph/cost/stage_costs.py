@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hydragraph.cost.curves import Constants, Curve, Load, Table
+from hydragraph.cost.curves import Constants, Load
 from hydragraph.cost.schedule_replay import stage_ends
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
-Parts = tuple[tuple[float, Curve], ...]  # (count, curve)
+Parts = tuple[tuple[float, Constants], ...]  # (count, curve)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class StageCost:
         by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
             parts = (*one, *two, *(self.aux[i] if self.aux else ()))
-            whole = Constants.sum((n, curve.constants() if isinstance(curve, Table) else curve) for n, curve in parts)
+            whole = Constants.sum(parts)
             b = whole.b
             c = whole.c
             for ring in self.rings or ():

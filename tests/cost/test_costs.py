@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import BlockPiece, Constants
+from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.curves import Table
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.instruction_work import Without
 from hydragraph.cost.measured_profile import Profile
@@ -29,7 +28,6 @@ from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.pipeline import Pipeline, Stage
-from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.cost.measured import measured
@@ -416,26 +414,6 @@ def test_however_many_micro_batches_of_max_len_fit_and_longer_ones_do_not(text: 
     longer = tokens + 4 * 64  # some steps of tokens and all their ids
     few = 3 * len(strategy.devices) + 3 if strategy.interleaved else 4
     assert max(held(count, longer) for count in counts) + batch_bytes(few * longer, few * longer) > limit
-
-
-def test_tables_price_an_iteration() -> None:
-    """Ten micro-batches of two sequences on one rank; forward, backward and update as they were measured."""
-    piece = BlockPiece.apart(
-        Table(((1, 100, 0.1), (2, 200, 0.15))), Table(((1, 100, 0.2), (2, 200, 0.35))), parameters=10
-    )
-    each = Profile(
-        "table",
-        {},
-        {1: 1},
-        blocks=("l", "l", "l"),
-        pieces={StageKind(1): {"l": piece}},
-        device=measured().device,
-        type="fast",
-    )
-    found = Costs(each, cluster(1))
-    strategy = Strategy.parse("<tp1,pp1>", 1)
-    assert found.pipeline(strategy.pipelines[0]).seconds([[100, 100]] * 10) == pytest.approx(10 * 3 * 0.5)
-    assert hg.simulate(found, strategy, assigned([[100, 100]] * 10)).seconds == pytest.approx(15.0)
 
 
 def test_a_hidden_state_of_a_message_is_the_models() -> None:

@@ -12,7 +12,7 @@ import hydragraph as hg
 from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.curves import Constants, Table
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.partial_recomputation import within_budget
 from hydragraph.passes.variants import Variants
@@ -69,15 +69,7 @@ def test_the_backward_lies_between_and_never_repeats_attention(
     found = within_budget({"layer": plain}, {"layer": full}, budget, {"layer": share})["layer"]
     one, two = found.parts(budget)
     assert one == forward
-    assert isinstance(two, Constants)
     assert two.a == 2 * a
     assert two.b == pytest.approx((2 + share) * b)
     assert two.c == pytest.approx((2 + share) * c)
     assert found.kept == pytest.approx(2 + 8 * budget)
-
-
-def test_tables_of_measurements_are_joined_row_by_row() -> None:
-    forward = Table(((1, 64, 1.0), (1, 128, 3.0)))
-    plain, full = (BlockPiece.apart(forward, forward.times(times)) for times in (2, 3))
-    found = within_budget({"layer": plain}, {"layer": full}, 0.5, {"layer": 0.25})["layer"]
-    assert found.parts(0.5)[1] == Table(((1, 64, 2.25), (1, 128, 6.75)))

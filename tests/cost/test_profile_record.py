@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.cost.block_pieces import BlockPiece, MemoryLines
-from hydragraph.cost.curves import Constants, Table
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.cluster import Interconnect
@@ -46,7 +46,7 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
     piece = BlockPiece.apart(
-        Table(((1, 10, 1.0),)),
+        Constants(2e-9, 0.0, 1e-3),
         Constants(1e-9, 1e-6, 1e-3),
         parameters=7,
         held=HELD,

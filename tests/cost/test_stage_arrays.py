@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.cost.compiled_replay import FORWARD, PARTS, replay, scratch_of
-from hydragraph.cost.curves import Constants, Table
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.reach import Reach
 from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, stage_terms, table_at
@@ -51,7 +51,7 @@ def test_a_pipeline_ends_when_its_cost_says(kind: PipelineCost, batches: list[li
     true = kind.seconds(batches)
     if terms.faithful[0]:
         assert end(terms, batches) == pytest.approx(true, rel=1e-9)
-    assert end(stage_terms([kind], len(batches), shortest=min(map(min, batches))), batches) <= true * (1 + 1e-9)
+    assert end(stage_terms([kind], len(batches), lower=True), batches) <= true * (1 + 1e-9)
 
 
 @given(BATCHES, st.integers(1, 400), st.integers(1, 400))
@@ -61,8 +61,8 @@ def test_windows_and_chunks_cost_what_curves_say(batches: list[list[int]], windo
     second = Constants(0.0, 1e-3, 0.1, ((Reach(chunk=chunk), 2e-5), (Reach(window, chunk), 1e-5)))
     stages = tuple(StageCost((((1.0, k),),), (((2.0, k),),)) for k in (first, second))
     kind = PipelineCost(0.0, 1.0, 0.5, 2, 9999, 1, 2, stages)
-    for shortest in (None, min(map(min, batches))):
-        assert end(stage_terms([kind], len(batches), shortest), batches) == pytest.approx(kind.seconds(batches))
+    for lower in (False, True):
+        assert end(stage_terms([kind], len(batches), lower), batches) == pytest.approx(kind.seconds(batches))
 
 
 @given(st.integers(0, 99), st.none() | st.integers(1, 99), st.none() | st.integers(1, 99))
@@ -80,13 +80,9 @@ def test_kinds_of_other_depths_stand_side_by_side() -> None:
     assert terms.faithful.all()
 
 
-def test_tables_and_links_with_measured_points_are_left_to_exact_seconds() -> None:
+def test_links_with_measured_points_are_left_to_exact_seconds() -> None:
     kind = PipelineCost(0.0, 1.0, 0.5, 2, 99, 1, 1)
     first, second = (StageCost((((1.0, kind.envelope),),), (((2.0, kind.envelope),),)) for _ in range(2))
-    table = Table(((1, 10, 5.0), (1, 20, 11.0)))
-    for stages in (
-        (first, replace(second, forward=(((1.0, table),),))),
-        (replace(first, ahead=Hop((Interconnect(1e9, 0.0, ((1e3, 1e8),)),), 4096)), second),
-    ):
-        assert not stage_terms([replace(kind, parts=stages)], 1).faithful[0]
+    stages = (replace(first, ahead=Hop((Interconnect(1e9, 0.0, ((1e3, 1e8),)),), 4096)), second)
+    assert not stage_terms([replace(kind, parts=stages)], 1).faithful[0]
     assert stage_terms([replace(kind, parts=(first, second))], 1).faithful[0]

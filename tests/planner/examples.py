@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.stage_costs import Hop, Ring, StageCost
 from hydragraph.spec.cluster import Interconnect
@@ -73,7 +73,7 @@ def pipelines(draw: st.DrawFn, most: int = 5) -> tuple[PipelineCost, ...]:
 
 @st.composite
 def uneven(draw: st.DrawFn, regular: st.SearchStrategy[tuple[PipelineCost, ...]]) -> tuple[PipelineCost, ...]:
-    """Draw pipelines of which some have stages of their own: uneven, of several kinds of ranks, with links, tables."""
+    """Draw pipelines of which some have stages of their own: uneven, of several kinds of ranks, with links."""
     drawn = draw(regular)
     kinds = {kind: draw(st.one_of(st.just(kind), with_stages(kind))) for kind in dict.fromkeys(drawn)}
     return tuple(kinds[kind] for kind in drawn)
@@ -82,13 +82,9 @@ def uneven(draw: st.DrawFn, regular: st.SearchStrategy[tuple[PipelineCost, ...]]
 @st.composite
 def with_stages(draw: st.DrawFn, kind: PipelineCost) -> PipelineCost:
     """Draw the stages of a pipeline; its constants are those of the slowest, or near them."""
-    measured = draw(st.sampled_from([False, False, False, True]))
 
-    def part(share: float) -> tuple[tuple[float, Curve], ...]:
+    def part(share: float) -> tuple[tuple[float, Constants], ...]:
         times = share * draw(st.floats(0.2, 1.0))
-        if measured:
-            ends = (kind.a * n * n + kind.b * n + kind.c for n in (64, 2500))
-            return ((times, Table(tuple((1, n, x) for n, x in zip((64, 2500), ends, strict=True)))),)
         return ((times, kind.envelope),)
 
     def link() -> Interconnect:

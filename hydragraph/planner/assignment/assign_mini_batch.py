@@ -133,7 +133,7 @@ def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
     """Return cost terms that give a lower bound on a stage's time."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
-    return stage_terms(problem.kinds, len(problem.lengths), int(problem.lengths[-1]))
+    return stage_terms(problem.kinds, len(problem.lengths), lower=True)
 
 
 def assign_bounded(

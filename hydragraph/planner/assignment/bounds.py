@@ -162,7 +162,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum time of each sequence.
 
     Args:
-        terms: lower bounds on each kind's cost terms (`stage_terms` with `shortest`).
+        terms: lower bounds on each kind's cost terms (`stage_terms` with `lower`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)

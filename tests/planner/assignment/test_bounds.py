@@ -85,7 +85,7 @@ def test_no_plan_beats_the_bound_of_the_schedule_at_any_prices(
     kinds: tuple[PipelineCost, ...], sizes: list[int], tilt: float
 ) -> None:
     given_ = problem_of(kinds, sizes, formed=True)
-    terms = stage_terms(given_.kinds, len(given_.lengths), shortest=min(sizes))
+    terms = stage_terms(given_.kinds, len(given_.lengths), lower=True)
     prices = np.linspace(tilt, 1.0, len(given_.kinds))
     assert schedule_bound(given_, terms, prices) <= assign_pipelines(kinds, sizes).seconds * (1 + 1e-9)
 
@@ -94,7 +94,7 @@ def test_kinds_that_cost_nothing_bound_nothing() -> None:
     quick = PipelineCost(0.0, 1.0, 0.0, 1, 9, 1, 1)
     slow = PipelineCost(0.0, 1.0, 0.0, 3, 9, 1, 1)  # its last stage ends after three times as long
     given_ = problem_of([quick, slow], [4], formed=True)
-    terms = stage_terms(given_.kinds, len(given_.lengths), shortest=4)
+    terms = stage_terms(given_.kinds, len(given_.lengths), lower=True)
     for prices in ([0.0, 1.0], [1.0, 0.0], [1.0, 1.0]):
         found = schedule_bound(given_, terms, np.array(prices))
         assert found <= assign_pipelines([quick, slow], [4]).seconds * (1 + 1e-9)
