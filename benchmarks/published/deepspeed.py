@@ -16,13 +16,14 @@ from itertools import pairwise
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.pricing import MESSAGE_BYTES
-from hydragraph.cost.schedule_replay import Rows
 from hydragraph.cost.stage_costs import Hop
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
+
+Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
 
 
 @dataclass(frozen=True)

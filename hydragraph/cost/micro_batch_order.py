@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from hydragraph.cost import compiled_replay
 from hydragraph.cost.compiled_replay import PARTS, Scratch, replay, scratch_of
+from hydragraph.cost.schedule_replay import replayed
 from hydragraph.ir.schedules.schedule import ScheduleTable
-from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
@@ -128,9 +128,6 @@ def published_seconds(costs: Sequence[float], stages: int) -> float:
 
 def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
     """Return the seconds until micro-batches in this order end on equal stages; `costs` as in `best_order`."""
-    count = len(costs)
-    if not count:
+    if not costs:
         return 0.0
-    rows = equal_stages(np.asarray(costs, dtype=np.float64), stages)
-    order = np.arange(count)
-    return float(replay(table_of(schedule, stages, count), stages, rows, order, count, scratch_of(stages, count)))
+    return float(replayed(equal_stages(np.asarray(costs, dtype=np.float64), stages), schedule).max())

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hydragraph.cost.curves import Constants, Load
-from hydragraph.cost.schedule_replay import stage_ends
+from hydragraph.cost.schedule_replay import replayed
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
@@ -140,6 +143,11 @@ class StageCost:
             return early, one, two
         return early, one + self.rings[0].seconds(load.tokens), two + self.rings[1].seconds(load.tokens)
 
+    def row(self, lengths: Sequence[int]) -> list[float]:
+        """Return the seconds of aux, forward, backward, and of messages ahead and back."""
+        tokens = sum(lengths)
+        return [*self.apart(lengths), *(hop.seconds(tokens) if hop else 0.0 for hop in (self.ahead, self.back))]
+
     @property
     def constants(self) -> Constants:
         """Approximate constants of forward and backward together."""
@@ -156,6 +164,12 @@ class StageCost:
         return max(by_rank_kind, key=lambda k: (k.b, k.a, k.c))
 
 
+def stage_rows(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return the seconds of micro-batches [M, S, 5]; see `compiled_replay`."""
+    rows = {m: np.array([stage.row(m) for stage in stages]) for m in dict.fromkeys(map(tuple, micro_batches))}
+    return np.array([rows[tuple(m)] for m in micro_batches])
+
+
 def stages_end(
     stages: Sequence[StageCost],
     micro_batches: Sequence[Sequence[int]],
@@ -169,12 +183,4 @@ def stages_end(
     """
     if not micro_batches:
         return 0.0
-    stages = [stage.under(schedule) for stage in stages]
-    priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
-    for m in dict.fromkeys(map(tuple, micro_batches)):
-        ways = [[hop.seconds(sum(m)) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages]
-        priced[m] = [(*stage.apart(m), ahead, back) for stage, (ahead, back) in zip(stages, ways, strict=True)]
-    early, forward, backward, ahead, back = (
-        [[priced[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
-    )
-    return max(stage_ends(early, forward, backward, ahead, back, schedule, rows))
+    return float(replayed(stage_rows([stage.under(schedule) for stage in stages], micro_batches), schedule, rows).max())

@@ -11,13 +11,13 @@ from itertools import zip_longest
 import numpy as np
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
-from hydragraph.cost.compiled_replay import AHEAD, replay, scratch_of
+from hydragraph.cost.compiled_replay import AHEAD
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.pricing import micro_batches_of, ring_pairs
 from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
-from hydragraph.ir.schedules.schedule_kinds import table_of
-from hydragraph.planner.assignment.equal_sequences import stage_rows
+from hydragraph.cost.schedule_replay import replayed
+from hydragraph.cost.stage_costs import stage_rows
 from hydragraph.planner.generators.device_groups import Group
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
@@ -148,21 +148,15 @@ class Ends:
         self._schedule = strategy.schedule
         self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
         self._pipelines = dict(zip(self._forms, strategy.pipelines, strict=True))
-        self._stages = {form: costs.stages(pipeline) for form, pipeline in self._pipelines.items()}
-        self._rows = {form: np.array([stage_rows(stages, lengths)]) for form, stages in self._stages.items()}
+        self._rows = {form: stage_rows(costs.stages(p), [lengths]) for form, p in self._pipelines.items()}
         self._ends: dict[tuple[object, int], float] = {}
 
     def end(self, pipeline: int, count: int) -> float:
         key = (self._forms[pipeline], count)
         if key not in self._ends:
-            self._ends[key] = self._end(*key)
+            rows = self._pipelines[key[0]].rows
+            self._ends[key] = float(replayed(self._rows[key[0]], self._schedule, rows, [0] * count).max())
         return self._ends[key]
-
-    def _end(self, form: object, count: int) -> float:
-        stages = self._stages[form]
-        order = np.zeros(count, np.int64)
-        table = table_of(self._schedule, self._pipelines[form].rows, count)
-        return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return each pipeline's number of micro-batches, such that the slowest pipeline ends as early as possible."""

@@ -20,9 +20,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from hydragraph.cost.compiled_replay import AHEAD, EARLY, FORWARD
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.schedule_replay import stage_ends
-from hydragraph.cost.stage_costs import StageCost
+from hydragraph.cost.schedule_replay import replayed
+from hydragraph.cost.stage_costs import stage_rows
 from hydragraph.cost.traffic import Roads
 from hydragraph.ir.instruction import Op
 from hydragraph.planner.price_candidate import form_of
@@ -136,7 +137,7 @@ class _Blocks:
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
         """Return when each block's last backward ends, if weights arrive at the times `there`."""
         stages = [stage.under(schedule) for stage in self._stages]
-        early, forward, backward, ahead, back = _rows(stages, batches)
+        rows = stage_rows(stages, batches)
         now = 0.0
         below = []
         for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
@@ -145,29 +146,18 @@ class _Blocks:
             forwards, backwards = zip(
                 *(template_seconds[template] for template in self._templates[slice(*span)]), strict=True
             )
-            now = max(now, early[s][0])
+            now = max(now, rows[0, s, EARLY])
             arrived = now
             for block, seconds in zip(self._outline.blocks[slice(*span)], forwards, strict=True):
                 now = max(now, *(there[name] for name in self._outline.weights[block]), 0.0) + seconds
-            forward[s][0] += max(0.0, now - arrived - sum(forwards))
+            rows[0, s, FORWARD] += max(0.0, now - arrived - sum(forwards))
             if s < len(stages) - 1:
-                now += ahead[s][0]
+                now += rows[0, s, AHEAD]
             below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
-        ends = stage_ends(early, forward, backward, ahead, back, schedule, self._devices)
+        ends = replayed(rows, schedule, self._devices)
         return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]
 
 
 def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
     firsts = np.concatenate(([0], np.cumsum([stage.layers for stage in pipeline.stages]))).tolist()
     return [costs.outline.span(a, b) for a, b in pairwise(firsts)]
-
-
-def _rows(stages: Sequence[StageCost], batches: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    rows: list[list[list[float]]] = [[], [], [], [], []]
-    for stage in stages:
-        priced = {m: stage.apart(m) for m in dict.fromkeys(map(tuple, batches))}
-        for part in range(3):
-            rows[part].append([priced[tuple(m)][part] for m in batches])
-        for row, hop in zip(rows[3:], (stage.ahead, stage.back), strict=True):
-            row.append([hop.seconds(sum(m)) if hop is not None else 0.0 for m in batches])
-    return rows

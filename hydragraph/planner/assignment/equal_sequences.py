@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import islice, product
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hydragraph.cost.compiled_replay import replay, scratch_of
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.stage_costs import StageCost
+from hydragraph.cost.schedule_replay import replayed
+from hydragraph.cost.stage_costs import stage_rows
 from hydragraph.errors import Unsupported
-from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.spec.assignment import Assignment
 
 # Steps of the bisection (precision 1e-9), and rounding tolerance for counts of sequences.
@@ -54,13 +54,6 @@ def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Ass
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
-
-
-def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
-    """Return a micro-batch's row for `replay` [S, PARTS]."""
-    tokens = sum(lengths)
-    hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
-    return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
 
 
 def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_PipelineKind]:
@@ -104,7 +97,7 @@ class _Ends:
         self._kind = kind
         self._length = length
         self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        self._rows: dict[int, list[list[float]]] = {}  # by number of sequences
+        self._rows: dict[int, NDArray[np.float64]] = {}  # by number of sequences
 
     def at(self, n: int) -> tuple[float, tuple[int, ...]]:
         if n not in self._known:
@@ -126,16 +119,13 @@ class _Ends:
     def _end(self, sizes: tuple[int, ...]) -> float:
         if max(sizes) > self._kind.most:
             return math.inf
-        stages = self._pipeline.stage_costs
         different = sorted(set(sizes))
         for size in different:
             if size not in self._rows:
-                self._rows[size] = stage_rows(stages, (self._length,) * size)
+                self._rows[size] = stage_rows(self._pipeline.stage_costs, [(self._length,) * size])[0]
         rows = np.array([self._rows[size] for size in different])
-        count = len(sizes)
-        table = table_of(self._pipeline.schedule, self._pipeline.rows or len(stages), count)
         order = np.searchsorted(different, sizes)
-        return float(replay(table, len(stages), rows, order, count, scratch_of(len(stages), count)))
+        return float(replayed(rows, self._pipeline.schedule, self._pipeline.rows, order).max())
 
 
 def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:

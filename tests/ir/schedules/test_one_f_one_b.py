@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cost.schedule_replay import stage_ends
+from hydragraph.cost.schedule_replay import replayed
 from hydragraph.ir.schedules.one_f_one_b import one_f_one_b
 from hydragraph.ir.schedules.schedule import Shape
 from tests.ir.schedules.examples import shapes
@@ -27,9 +28,8 @@ def test_interleaved_stages_fill_a_pipeline_in_a_fraction_of_the_time(devices: i
     count = devices * sets
     rows = tuple(range(devices)) * visits
     forward, backward = 1.0, 2.0  # of a stage
-    none, f, b = ([[each] * count for _ in rows] for each in (0.0, forward, backward))
     # All work of a device, and one stage of each other device before it.
-    end = max(stage_ends(none, f, b, none, none, devices=rows))
+    end = replayed(np.full((count, len(rows), 5), (0.0, forward, backward, 0.0, 0.0)), devices=rows).max()
     assert end == (visits * count + devices - 1) * (forward + backward)
     assert one_f_one_b(Shape((count,), (rows,))).in_flight(0) == min(
         visits * count, (visits - 1) * devices + 2 * (devices - 1) + 1
