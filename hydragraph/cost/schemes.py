@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
@@ -17,27 +17,6 @@ from hydragraph.spec.strategy_text import regular_pipeline
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-
-
-class Schemes(Protocol):
-    """Costs of schemes, from `Costs` or published constants; see `Profile`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def schemes(self) -> Mapping[Scheme, Constants]: ...
-    @property
-    def failed(self) -> Mapping[Scheme, str]: ...
-    @property
-    def limits(self) -> Mapping[Scheme, int]: ...
-    @property
-    def memory(self) -> MemoryModel | None: ...
-    def max_len(self, scheme: Scheme, devices: int) -> int: ...
-    def util_len(self, scheme: Scheme) -> int: ...
-    def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost: ...
-    def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]: ...
-    def charge(self, schemes: Sequence[Scheme]) -> float: ...
-    def charge_in_search(self, schemes: Sequence[Scheme]) -> float: ...
 
 
 class CostedSchemes:
@@ -54,7 +33,7 @@ class CostedSchemes:
         self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
         self.failed = profile.failed
         self.limits = profile.limits
-        self.memory = None  # `Costs` computes the memory
+        self.memory: MemoryModel | None = None  # `Costs` computes the memory
         self._known: dict[Scheme, PipelineCost] = {}
         self._placed: dict[Pipeline, PipelineCost] = {}
         self._charges: dict[tuple[Scheme, ...], float] = {}
@@ -103,6 +82,9 @@ class CostedSchemes:
             pipelines.append(regular_pipeline(*scheme, self._costs.outline.layers, first))
             first += scheme[0] * scheme[1]
         return Strategy(tuple(pipelines))
+
+
+Schemes = Profile | CostedSchemes
 
 
 def schemes_of(
