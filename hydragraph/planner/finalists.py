@@ -40,7 +40,7 @@ from hydragraph.planner.price_candidate import (
 )
 from hydragraph.planner.state_shares import home_of, homes_of
 from hydragraph.planner.traffic_bound import Cards
-from hydragraph.planner.traffic_estimate import Iterations, iteration_s
+from hydragraph.planner.traffic_estimate import Iterations
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -329,7 +329,7 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
     (assignment,) = one.assignments
 
     def seconds(home: Home) -> float:
-        return iteration_s(costs.changed(home=home), strategy, assignment)
+        return Iterations(costs.changed(home=home), strategy).seconds(assignment)
 
     best_s = seconds(one.home)
     if best_s <= WAITING * last_s:

@@ -13,28 +13,22 @@ The iteration ends at max(Q_0, H_0, pipelines' end times) plus the commit and th
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from hydragraph.cost.compiled_replay import AHEAD, EARLY, FORWARD
+from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows
 from hydragraph.cost.traffic import Roads
 from hydragraph.ir.instruction import Op
 from hydragraph.planner.price_candidate import form_of
-from hydragraph.planner.state_shares import fractions
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
-
-
-def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    return Iterations(costs, strategy).seconds(assignment)
 
 
 class Iterations:
@@ -48,14 +42,15 @@ class Iterations:
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
         self._costs = costs
         self._strategy = strategy
-        pulled, self._pushed, self._handed = _passing(costs, strategy)
+        work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
+        pulled, self._pushed, self._handed = _passing(costs, strategy, work)
         self._names = [name for name in costs.outline.pull_order if name in pulled]
         arrivals = np.cumsum([pulled[name] for name in self._names]).tolist()
         self._there = dict(zip(self._names, arrivals, strict=True))
         self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
         alike = dict(zip(self._forms, strategy.pipelines, strict=True))
         self._pipelines = {form: _Blocks(costs, pipeline) for form, pipeline in alike.items()}
-        self._ending = _ending(costs)
+        self._ending = work.commit_s() + max(map(work.update_s, range(costs.ranks)))
 
     def seconds(self, assignment: Assignment) -> float:
         outline = self._costs.outline
@@ -80,33 +75,16 @@ class Iterations:
         return max(last, handed) + self._ending
 
 
-def _ending(costs: Costs) -> float:
-    learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
-    commit = 0.0
-    norm = 0.0
-    update = 0.0
-    parts = fractions(costs, costs.home)
-    for rank in range(costs.ranks):
-        profile = costs.piece_profile(rank)
-        rate = costs.health.rate(rank)
-        if math.isfinite(rate):
-            owned = parts[rank] * learning
-            commit = max(commit, rate * profile.commit_s)
-            norm = max(norm, rate * profile.norm_s * owned / costs.home.copies)
-            update_line = profile.update or (0.0, 0.0)
-            update = max(update, rate * (update_line[0] + update_line[1] * owned))
-    return commit + norm + update
-
-
-def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
+def _passing(
+    costs: Costs, strategy: Strategy, work: CostedWork
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     group = np.full(costs.ranks, -1, dtype=np.int64)
     for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
         group[list(stage)] = number
     idle = np.flatnonzero(group < 0)
     group[idle] = int(group.max(initial=-1)) + 1 + np.arange(len(idle))
     roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
-    cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
+    cuts = sorted({end for p in strategy.pipelines for _, end in costs.spans(p)})
     users = dict(costs.outline.buckets)
     slowest_by_form: dict[object, tuple[float, ...]] = {}
     exchange_seconds: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
@@ -126,7 +104,7 @@ class _Blocks:
         self._outline = costs.outline
         self._stages = costs.stages(pipeline)
         self._devices = pipeline.rows
-        self._spans = _spans(costs, pipeline)
+        self._spans = costs.spans(pipeline)
         self._templates = costs.profile.blocks
         places = [{costs.profile.blocks[at]: at for at in range(*span)} for span in self._spans]
         self._alone = [
@@ -156,8 +134,3 @@ class _Blocks:
             below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
         ends = replayed(rows, schedule, self._devices)
         return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]
-
-
-def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
-    firsts = np.concatenate(([0], np.cumsum([stage.layers for stage in pipeline.stages]))).tolist()
-    return [costs.outline.span(a, b) for a, b in pairwise(firsts)]

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.planner.traffic_estimate import iteration_s
+from hydragraph.planner.traffic_estimate import Iterations
 from tests.cost import priced
 
 SHAPES = [
@@ -28,5 +28,5 @@ def test_it_is_near_a_simulation(text: str, elements: int, rates: list[float], c
     strategy = hg.Strategy.parse(text, 6)
     assignment = hg.Assignment.even([count] * len(strategy.pipelines), [700] * len(strategy.pipelines))
     simulated = costs.simulate(strategy, assignment).seconds
-    assert iteration_s(costs, strategy, assignment) == pytest.approx(simulated, rel=0.05)
+    assert Iterations(costs, strategy).seconds(assignment) == pytest.approx(simulated, rel=0.05)
     assert costs.pipelines_end(strategy, assignment) <= simulated * (1 + 1e-9)
