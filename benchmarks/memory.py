@@ -49,9 +49,11 @@ from benchmarks.step import rivals
 from hydragraph.cost.compiled_blocks import CompiledBlocks, VariantOf
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import Memory, exchange_name, rank_memory
+from hydragraph.cost.rank_memory import Memory, Walk, exchange_name
+from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.frontend.mini_batch import token_multiple
 from hydragraph.frontend.packed_batch import padding
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.value import Value
 from hydragraph.planner.quick_plan import assign
@@ -228,7 +230,8 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
     home = exe._session.owners.home
     compiled, batches = exe._session.preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
     blocks = CompiledBlocks(exe.program, compiled)
-    walk = partial(rank_memory, blocks, strategy, batches, exe.rank, exe.ranks, home=home)
+    traffic = HomeTraffic(HomeLayouts(home, exe.ranks).of)
+    walk = partial(Walk, blocks, strategy, batches, exe.rank, exe.ranks, traffic=traffic)
     live = LiveBytes()
     ended = []
     with live, mock.patch.object(executor, "copy_to_host", unseen_copy):
@@ -238,8 +241,8 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
             ended.append(over)
             if turn == 0:
                 live.peak = live.live  # without the initialisation of the model
-    expected, at_most = (walk(messages) for messages in (False, True))
-    walked = max((walk(over=over) for over in ended[1:]), key=lambda memory: memory.total)
+    expected, at_most = (walk(messages=messages).peak() for messages in (False, True))
+    walked = max((walk(over=over).peak() for over in ended[1:]), key=lambda memory: memory.total)
     checked = check(exe.program, strategy, compiled, exe.ranks, sizes.lengths, home).memory[exe.rank]
     exe.close()
     assert exe._running is not None

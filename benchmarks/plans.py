@@ -54,7 +54,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.exact.autohet_grouping import EntityKind, most_power_by_scip
 from hydragraph.planner.generators.device_groups import nodes_of
-from hydragraph.planner.generators.group_prices import Option, Prices, site_of
+from hydragraph.planner.generators.group_prices import Option, Prices, site_of, state_bytes
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Shortage, settle, share_out, simulated
@@ -291,11 +291,8 @@ def strategy_of(
 def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: int) -> Iterator[Strategy]:
     """Yield symmetric strategies of ours: one depth and one degree, layers by speed, the same in all pipelines."""
     prices = Prices(costs, [length] * together)
-    free = [
-        0.9 * costs.memory_of(rank) - state / costs.ranks
-        for rank in range(costs.ranks)
-        for state in [prices.home_bytes]
-    ]
+    state = state_bytes(prices.costs)
+    free = [0.9 * costs.memory_of(rank) - state / costs.ranks for rank in range(costs.ranks)]
     for by_stage in (True, False):
         for pipelines in symmetric_pipelines(costs, by_stage):
             depth = len(pipelines[0])

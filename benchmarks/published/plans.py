@@ -12,7 +12,7 @@ from benchmarks.published.workload import Lengths, fixed_length
 from hydragraph import planner
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.micro_batch_order import pipeline_seconds
-from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines, bound_pipelines
+from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines, bounded_pipelines
 from hydragraph.planner.assignment.best_candidate import compare_pipelines
 from hydragraph.planner.exact.dispatching import dispatch
 
@@ -49,7 +49,7 @@ def promising(profile: Profile, every: Sequence[Candidate], context: int, tuning
     """
     bounds = {
         s: [
-            bound_pipelines(profile.pipelines(s), batch) if reach(s, profile) >= max(batch) else math.inf
+            bounded_pipelines(profile.pipelines(s), batch).seconds if reach(s, profile) >= max(batch) else math.inf
             for batch in tuning
         ]
         for s in every

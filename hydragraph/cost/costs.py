@@ -7,7 +7,7 @@ Formulas of the papers -> functions:
 
     AutoHet, T*: slowest pipeline, plus synchronization           `Costs.seconds`: the exact schedule, plus `fixed`
     Malleus, y: a stage's seconds on its slowest rank             `Pricing.stages`, with the rank's `rate`
-    Malleus, a stage's memory limit                               `Costs.max_len`, from `rank_memory`
+    Malleus, a stage's memory limit                               `Costs.max_len`, from `rank_memory.Walk`
     Hydraulis, section 5.2, slices that pull and push exchange    `CostedWork.moved`
 """
 

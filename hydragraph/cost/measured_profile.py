@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -272,21 +272,6 @@ class Profile:
             remedy=f"use a measured scheme ({measured}), or measure this one: hydragraph profile --schemes "
             f"tp{scheme[0]}pp{scheme[1]}",
         )
-
-    @overload
-    def seconds(self, scheme: Scheme, length: float) -> float: ...
-    @overload
-    def seconds(self, scheme: Scheme, length: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]: ...
-    def seconds(self, scheme: Scheme, length: Any) -> Any:
-        """Return a l^2 + b l + c: seconds of one stage's forward and backward for a sequence of l tokens.
-
-        Args:
-            length: l, or an array.
-        """
-        k = self.constants(scheme)
-        tokens = np.asarray(length, dtype=np.float64)
-        result = k.work(tokens) + k.c
-        return float(result) if np.ndim(length) == 0 else result
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen, the maximum tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""

@@ -126,30 +126,6 @@ class PricedBlocks(Blocks, Protocol):
         ...
 
 
-def rank_memory(
-    blocks: Blocks,
-    strategy: Strategy,
-    micro_batches: Sequence[Sequence[MicroBatch]],
-    rank: int,
-    ranks: int,
-    messages: bool = True,
-    home: Home | None = None,
-    over: Mapping[int, Sequence[str]] | None = None,
-) -> Memory:
-    """Estimate a rank's peak in one training iteration.
-
-    Args:
-        messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
-        home: owners of the state; None: equal shares. Without nodes, each rank counts as a node.
-        over: see `Walk`.
-
-    Raises:
-        ValueError: the strategy does not fit the blocks, the ranks or `micro_batches`.
-    """
-    traffic = HomeTraffic(HomeLayouts(home or Home(), ranks).of)
-    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over).peak()
-
-
 def batch_bytes(own: int, every: int) -> int:
     """Return a mini-batch's bytes: ids, positions and labels of a rank's tokens, and shifted labels of all tokens."""
     return INTEGER_BYTES * (3 * own + every)
@@ -180,12 +156,14 @@ class Walk:
     """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
     Args:
+        messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
         traffic: layouts of all buckets, which walks of several ranks can share; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
         over: for the index of an instruction, the pulls and pushes (`exchange_name`) that have ended before it although
             it does not wait for them; None: none.
 
-    For the other arguments, see `rank_memory`.
+    Raises:
+        ValueError: the strategy does not fit the blocks, the ranks or `micro_batches`.
     """
 
     def __init__(

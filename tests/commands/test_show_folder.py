@@ -16,7 +16,6 @@ from hydragraph.commands.show_schedule import schedule
 from hydragraph.commands.show_traffic import traffic_by_kind
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import rank_memory
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.rank_program import to_text
@@ -25,6 +24,7 @@ from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import run, write
+from tests.cost.walked import rank_memory
 from tests.thorough import thorough
 
 STRATEGIES = ["<tp2,pp1> + <tp1,pp2>", "<[0,1]x1,[2,3]x1>", "<[0,1]x2sr>"]

@@ -10,12 +10,13 @@ from hydragraph import capture
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.graph_footprint import footprint
-from hydragraph.cost.rank_memory import Memory, rank_memory
+from hydragraph.cost.rank_memory import Memory
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 from tests.adapted import frozen
+from tests.cost.walked import rank_memory
 from tests.models import captured
 from tests.thorough import thorough
 

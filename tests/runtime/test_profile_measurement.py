@@ -21,7 +21,6 @@ from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.rank_memory import rank_memory
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
@@ -40,6 +39,7 @@ from hydragraph.runtime.profile_measurement import (
     standard_error,
 )
 from hydragraph.spec.stage_kind import StageKind
+from tests.cost.walked import rank_memory
 from tests.models import captured
 
 LAYERS, RANKS = 2, 2

@@ -14,12 +14,11 @@ Equations of Hydraulis -> functions:
     Appendix D.1, minimize sum_j cost_j + (PP - 1) max_j cost_j          `formed`
     a lower bound on this sum for any number V of micro-batches (ours)   `formed_room`
     improvement of the schedule's end time (ours)                        `improved`
-    a lower bound on this end time (ours)                                `bound_pipelines`
+    a lower bound on this end time (ours)                                `bounded_pipelines`
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,6 @@ from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends_of, improve
 from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, kicked, longest_first, search
-from hydragraph.planner.deadline import is_late
 from hydragraph.spec.assignment import Assignment
 
 ROUNDS = 3
@@ -70,7 +68,6 @@ def assign(
     schemes: Sequence[Scheme],
     profile: Profile,
     lengths: Sequence[int],
-    deadline_s: float | None = None,
     *,
     effort: Effort | None = None,
     seed: int = 0,
@@ -79,24 +76,21 @@ def assign(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        deadline_s: seconds after which no improvement starts (0: no search). None sets no limit and makes the result
-            deterministic.
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen, or a scheme is not in the profile.
     """
-    return assign_pipelines(profile.pipelines(schemes), lengths, deadline_s, effort=effort, seed=seed)
+    return assign_pipelines(profile.pipelines(schemes), lengths, effort=effort, seed=seed)
 
 
 def assign_pipelines(
     pipelines: Sequence[PipelineCost],
     lengths: Sequence[int],
-    deadline_s: float | None = None,
     *,
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    return assign_bounded(bounded_pipelines(pipelines, lengths), lengths, deadline_s, effort=effort, seed=seed)
+    return assign_bounded(bounded_pipelines(pipelines, lengths), lengths, effort=effort, seed=seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,19 +133,15 @@ def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
 def assign_bounded(
     start: Bounded,
     lengths: Sequence[int],
-    deadline_s: float | None = None,
     *,
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    until = time.monotonic() + deadline_s if deadline_s is not None else None
     problem = start.problem
     if not len(problem.lengths):
         nothing = (0.0,) * len(problem.pipelines)
         return PlannedAssignment(((),) * len(nothing), tuple(map(int, lengths)), by_pipeline=nothing)
-    cut = enveloped(start, until, seed)
-    if not is_late(until):
-        cut = improved(start, cut, effort or EFFORT, seed)
+    cut = improved(start, enveloped(start, seed), effort or EFFORT, seed)
     batches = _micro_batches(cut, problem.order)
     return PlannedAssignment(
         batches, tuple(map(int, lengths)), cut.seconds, min(start.seconds, cut.seconds), tuple(cut.ends.tolist())
@@ -173,17 +163,15 @@ class MicroBatchCut:
         return float(self.ends.max())
 
 
-def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> MicroBatchCut:
+def enveloped(start: Bounded, seed: int = 0) -> MicroBatchCut:
     problem = start.problem
     relaxed = start.relaxed
-    placed = start.first
-    if not is_late(until):
-        placed = search(problem, relaxed, SPREADING, seed, first=placed, widely=False)
+    placed = search(problem, relaxed, SPREADING, seed, first=start.first, widely=False)
     last, estimates = formed(start, placed)
     best = last
     for round_ in range(1, ROUNDS):
         close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
-        if is_late(until) or any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
+        if any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
             break
         placed = kicked(problem, placed, last.ends - ends(problem, placed), relaxed, SPREADING, seed + round_)
         last, estimates = formed(start, placed)
@@ -246,10 +234,6 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
         tuple(tuple(members[m]) for m in row[:count].tolist())
         for row, count in zip(cut.order, cut.count.tolist(), strict=True)
     )
-
-
-def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    return bounded_pipelines(pipelines, lengths).seconds
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:

@@ -80,10 +80,6 @@ class Prices:
         self.options = cache(self._options)
         self.numbers = cache(self._rows)
 
-    @cached_property
-    def home_bytes(self) -> float:
-        return state_bytes(self.costs)
-
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
         """Return two factors by which messages enlarge weights and gradients: at peak activations, and at the end.
 

@@ -1,0 +1,27 @@
+"""A rank's peak memory by one walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.rank_memory import Blocks, Memory, Walk
+from hydragraph.cost.traffic_bytes import HomeTraffic
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+
+def rank_memory(
+    blocks: Blocks,
+    strategy: Strategy,
+    micro_batches: Sequence[Sequence[MicroBatch]],
+    rank: int,
+    ranks: int,
+    messages: bool = True,
+    home: Home | None = None,
+    over: Mapping[int, Sequence[str]] | None = None,
+) -> Memory:
+    """Return a rank's peak in one training iteration; for the arguments, see `Walk`."""
+    traffic = HomeTraffic(HomeLayouts(home or Home(), ranks).of)
+    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over).peak()
