@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from hydragraph.errors import Unsupported
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy_text import regular_pipeline
 
 Fits = Callable[[Strategy], bool]
 
@@ -58,16 +60,9 @@ def _depth(devices: int, degree: int, layers: int) -> int:
 
 
 def _built(sizes: Sequence[int], degree: int, layers: int, like: Stage, schedule: str) -> Strategy:
+    alike = replace(like, sequence_parallel=like.sequence_parallel and degree > 1)
     pipelines = []
-    first = 0
-    for size in sizes:
-        depth = size // degree
-        shares = [layers // depth + (i >= depth - layers % depth) for i in range(depth)]
-        stages = []
-        for share in shares:
-            devices = tuple(range(first, first + degree))
-            sequence_parallel = like.sequence_parallel and degree > 1
-            stages.append(replace(like, devices=devices, layers=share, sequence_parallel=sequence_parallel))
-            first += degree
-        pipelines.append(Pipeline(tuple(stages)))
+    for size, first in zip(sizes, accumulate(sizes, initial=0), strict=False):
+        regular = regular_pipeline(degree, size // degree, layers, first).stages
+        pipelines.append(Pipeline(tuple(replace(alike, devices=s.devices, layers=s.layers) for s in regular)))
     return Strategy(tuple(pipelines), schedule)
