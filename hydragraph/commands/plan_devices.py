@@ -113,7 +113,7 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
         record = _record(chosen_plan, costs, source)
         if prices is not None:
             token = prices.million_tokens(chosen_plan.strategy, chosen_plan.seconds, workload)
-            record["price"] = {"per_hour": prices.hour(chosen_plan.strategy), "per_million_tokens": token}
+            record["price"] = {"per_hour": prices.hour(chosen_plan.strategy.devices), "per_million_tokens": token}
         if rented:
             record["rented"] = [
                 {"devices": offer.devices, "per_hour": offer.per_hour, "seconds": offer.plan.seconds}

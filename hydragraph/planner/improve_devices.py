@@ -20,7 +20,7 @@ from itertools import combinations_with_replacement
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, splits
-from hydragraph.planner.generators.group_prices import Prices, reserves
+from hydragraph.planner.generators.group_prices import Prices, free_bytes
 from hydragraph.planner.generators.pipelines_of_groups import Bench
 from hydragraph.planner.price_candidate import form_of
 from hydragraph.planner.price_mini_batches import Varied
@@ -55,10 +55,10 @@ class Yard:
         self._rate = {rank: rate for node in self._nodes for rank, rate in zip(node.devices, node.rates, strict=True)}
         prices = Prices(costs, [typical.length], reach)
         self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
-        reserve = reserves(costs, typical.sequences * typical.length)
+        free_by_rank = free_bytes(costs, typical.sequences * typical.length, safety)
         free: dict[GroupForm, float] = {}
         for node in self._nodes:
-            least = min(safety * costs.memory_of(rank) - reserve[rank] for rank in node.devices)
+            least = min(free_by_rank[rank] for rank in node.devices)
             for tp in self._degrees[node]:
                 for rate in dict.fromkeys(node.rates):
                     form = GroupForm(node.site, tp, rate)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,7 +28,14 @@ from hydragraph.planner.improve_devices import Yard, climbed
 from hydragraph.planner.infeasibility import check_labels, check_nodes, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
-from hydragraph.planner.price_candidate import SearchCandidate, Settled, Shortage, simulated, strategies_of
+from hydragraph.planner.price_candidate import (
+    SearchCandidate,
+    Settled,
+    Shortage,
+    simulated,
+    strategies_of,
+    unlike,
+)
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.refinements import as_run, refined
 from hydragraph.planner.state_shares import home_by_block
@@ -59,9 +65,8 @@ SAFETIES = (SAFETY, 0.88, 0.7)
 # If the state needs more than the fraction TIGHT of all memory, the search is repeated with ROOMY times the limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum numbers of candidates kept per search, and per shape.
+# Maximum number of candidates kept per search.
 SETTLED = 6
-ALIKE = 1
 FEW = 64
 # Maximum number of plans kept from Metis's search in "auto".
 STAGED = 2
@@ -356,11 +361,11 @@ def _looked_at(
     for way in ways:
         candidates: list[SearchCandidate] = []
         for reach in reaches:
-            candidates += _unlike(ask(way, reach=reach, safety=safety))
+            candidates += unlike(ask(way, reach=reach, safety=safety))[:SETTLED]
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, ended)
             if _tight(costs) and not is_late(ended):
-                candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
+                candidates += _pooled(costs, workload, unlike(ask(way, safety=ROOMY * safety))[:SETTLED], ended)
         every.append((candidates, []))
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
@@ -424,16 +429,6 @@ def _reaches(workload: Workload) -> list[int]:
     if not workload.lengths:
         return [0]
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
-
-
-def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
-    shapes: Counter[object] = Counter()
-    unlike_candidates = []
-    for candidate in candidates:
-        shapes[candidate.shape] += 1
-        if shapes[candidate.shape] <= ALIKE:
-            unlike_candidates.append(candidate)
-    return unlike_candidates[:SETTLED]
 
 
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:

@@ -78,6 +78,14 @@ class SearchCandidate:
         return max(layout.exposed_s + more for layout, more in zip(laid, self.bench.awaited(laid), strict=True))
 
 
+def unlike(candidates: Iterable[SearchCandidate]) -> list[SearchCandidate]:
+    """Return the first candidate of each shape."""
+    first: dict[object, SearchCandidate] = {}
+    for candidate in candidates:
+        first.setdefault(candidate.shape, candidate)
+    return list(first.values())
+
+
 @dataclass(frozen=True)
 class Settled:
     """A runnable strategy with owners and assignments.

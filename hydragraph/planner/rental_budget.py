@@ -30,8 +30,7 @@ class RentalOffer:
 
     @property
     def per_hour(self) -> float:
-        cluster = self.costs.cluster
-        return math.fsum(self.prices.per_hour[cluster.type_of(rank)] for rank in range(self.costs.ranks))
+        return self.prices.hour(range(self.costs.ranks))
 
     @property
     def devices(self) -> str:
@@ -93,14 +92,10 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
     """Return the ranks of every combination of whole nodes that leaves too little money for another node."""
     prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
-    nodes: dict[int, list[int]] = {}
-    for rank, device in enumerate(costs.cluster.devices):
-        if rank not in costs.health.lost:
-            nodes.setdefault(device.node, []).append(rank)
-    for number, ranks in nodes.items():
+    for number, ranks in prices.nodes(costs.health.lost).items():
         kinds.setdefault(kind_of(costs, number), []).append(ranks)
     every = list(kinds.values())
-    node_prices = [math.fsum(prices.per_hour[costs.cluster.type_of(rank)] for rank in alike[0]) for alike in every]
+    node_prices = [prices.hour(alike[0]) for alike in every]
     return [
         tuple(
             sorted(rank for alike, count in zip(every, counts, strict=True) for some in alike[:count] for rank in some)

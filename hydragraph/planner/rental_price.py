@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.planner.plan import Plan
@@ -57,28 +57,32 @@ class RentalPrices:
         """
         if not 0 <= budget < math.inf:
             raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
-        nodes: dict[int, float] = {}
-        for rank in range(len(self.cluster.devices)):
-            if rank not in lost:
-                node = self.cluster.node_of(rank)
-                nodes[node] = nodes.get(node, 0.0) + self.per_hour[self.cluster.type_of(rank)]
-        if not nodes:
+        node_prices = [self.hour(ranks) for ranks in self.nodes(lost).values()]
+        if not node_prices:
             raise ValueError("--health lists all ranks as lost: keep at least one")
-        if min(nodes.values()) > budget:
-            raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(nodes.values()):.4g} an hour")
+        if min(node_prices) > budget:
+            raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(node_prices):.4g} an hour")
 
-    def hour(self, strategy: Strategy) -> float:
-        """Return the dollars per hour of a strategy's devices."""
-        return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(strategy.devices))
+    def nodes(self, lost: Collection[int]) -> dict[int, list[int]]:
+        """Return the ranks of each node, without lost ranks."""
+        nodes: dict[int, list[int]] = {}
+        for rank, device in enumerate(self.cluster.devices):
+            if rank not in lost:
+                nodes.setdefault(device.node, []).append(rank)
+        return nodes
+
+    def hour(self, ranks: Iterable[int]) -> float:
+        """Return the dollars per hour of ranks."""
+        return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(ranks))
 
     def million_tokens(self, strategy: Strategy, seconds: float, workload: Workload) -> float:
-        return per_million_tokens(self.hour(strategy), seconds, workload)
+        return per_million_tokens(self.hour(strategy.devices), seconds, workload)
 
     def sentences(self, plan: Plan, workload: Workload) -> list[str]:
         """Return the price of a plan and of a cheaper rival, if any."""
         own = self.million_tokens(plan.strategy, plan.seconds, workload)
         used = len(set(plan.strategy.devices))
-        hour = f"${self.hour(plan.strategy):.4g} an hour for {used} device{'s' * (used > 1)}"
+        hour = f"${self.hour(plan.strategy.devices):.4g} an hour for {used} device{'s' * (used > 1)}"
         said = [f"price: {hour}, ${own:.4g} per million tokens"]
         priced = [
             (self.million_tokens(rival.strategy, rival.seconds, workload), rival)

@@ -18,10 +18,10 @@ WORK = hg.Workload(lengths=[[600, 400], [3000]])  # 2,000 tokens on average
 def test_devices_that_are_used_cost_their_types_prices() -> None:
     prices = RentalPrices.parse(["fast=3.6", "0.9"], priced.mixed())
     both = Strategy.parse("<[0,1]x2,[2]x2>", 4)
-    assert prices.hour(both) == pytest.approx(3.6 * 2 + 0.9)
+    assert prices.hour(both.devices) == pytest.approx(3.6 * 2 + 0.9)
     assert prices.million_tokens(both, 4.0, WORK) == pytest.approx(8.1 * 4 / 3600 * 500)
     shared = Strategy.parse("<[0]x2,[1]x2> + <[0]x2,[2]x2>", 4)  # a device of two pipelines costs once
-    assert prices.hour(shared) == prices.hour(both)
+    assert prices.hour(shared.devices) == prices.hour(both.devices)
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,12 @@ def state_bytes(costs: Costs) -> float:
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
-def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return the bytes that each running rank needs for a mini-batch and a state share proportional to its memory."""
+def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
+    """Return each running rank's bytes besides a mini-batch and a state share proportional to its memory.
+
+    Args:
+        safety: usable fraction of memory.
+    """
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
-    return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}
+    return {rank: safety * size - (part * size + batch_bytes(tokens, tokens)) for rank, size in usable.items()}

@@ -13,7 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.exact.autohet_grouping import EntityKind, NothingHolds, most_power_by_scip
 from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
-from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, reserves
+from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, free_bytes
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
@@ -75,8 +75,7 @@ def search(
     nodes = nodes_of(costs)
     if not nodes:
         raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
-    reserve = reserves(costs, sequences * length)
-    free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
+    free = free_bytes(costs, sequences * length, safety)
     best = math.inf
     by_shape: dict[object, SearchCandidate] = {}
     seconds_by_shape: dict[object, float] = {}
@@ -127,10 +126,7 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
         safety: usable fraction of memory; may be above 1.
     """
     nodes = nodes_of(costs)
-    free = {
-        rank: safety * costs.memory_of(rank) - reserved_bytes
-        for rank, reserved_bytes in reserves(costs, sequences * length).items()
-    }
+    free = free_bytes(costs, sequences * length, safety)
     prices = Prices(costs, [length])
     for groups in groupings(costs, prices, nodes, split=False):
         bench = _bench(costs, prices, groups, sequences, free)

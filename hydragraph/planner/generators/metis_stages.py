@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.planner.deadline import is_late
@@ -130,7 +130,7 @@ class TypedDevices:
             node = cluster.node(number)
             link = node.outer if several else node.inner
             bandwidth = link.bytes_per_s / (_MB * 1000)
-            memory = min(_SAFETY * costs.memory_of(rank) - _home(costs, rank) for rank in ranks) / 2**30
+            memory = min(_SAFETY * costs.memory_of(rank) - costs.owned_bytes(rank) for rank in ranks) / 2**30
             if kind in types:
                 bandwidth = min(bandwidth, types[kind].bandwidth)
                 memory = min(memory, types[kind].memory_gb)
@@ -149,11 +149,6 @@ class TypedDevices:
     def example(self, kind: str, count: int) -> tuple[int, ...] | None:
         largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
         return tuple(largest[:count]) if len(largest) >= count else None
-
-
-def _home(costs: Costs, rank: int) -> float:
-    learning = (costs.state_bytes + GRADIENT_BYTES) * costs.owned(rank, True)
-    return float(learning + WEIGHT_BYTES * costs.owned(rank, False))
 
 
 def _flying(layers: int) -> Iterator[int]:

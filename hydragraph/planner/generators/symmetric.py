@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.costs import Costs
 from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
-from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, reserves
+from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, free_bytes
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS
@@ -138,7 +138,7 @@ def _degrees(costs: Costs) -> list[int]:
 
 
 def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
-    state = reserves(costs, tokens)
+    free = free_bytes(costs, tokens, safety)
     ranks = []
     sites = []
     for node in nodes:
@@ -148,8 +148,8 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
         ranks += [tuple(devices[i : i + degree]) for i in range(0, len(devices), degree)]
         sites += [node.site] * (len(devices) // degree)
     rates = np.array([max(costs.rate(rank) for rank in group) for group in ranks])
-    free = np.array([min(safety * costs.memory_of(rank) - state[rank] for rank in group) for group in ranks])
-    return _Groups(tuple(ranks), tuple(sites), rates, free)
+    least = np.array([min(free[rank] for rank in group) for group in ranks])
+    return _Groups(tuple(ranks), tuple(sites), rates, least)
 
 
 def _priced(
