@@ -24,9 +24,9 @@ from hydragraph.cost.home_choice import HomeQuestion, choose_home
 from hydragraph.cost.instruction_work import Priced, Without
 from hydragraph.cost.longest_micro_batch import LongestMicroBatch
 from hydragraph.cost.measured_profile import PipelineCost, Profile
-from hydragraph.cost.memory_curves import MemoryCurves
+from hydragraph.cost.memory_curves import memory_curves
 from hydragraph.cost.pricing import Pricing, micro_batches_of
-from hydragraph.cost.rank_memory import STATE_BYTES, Memory, PricedBlocks
+from hydragraph.cost.rank_memory import STATE_BYTES, Memory, MemoryCurve, PricedBlocks
 from hydragraph.cost.shared_stage_costs import turns
 from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.cost.timeline import Curves, Timeline, run
@@ -284,9 +284,9 @@ class Costs(Pricing):
         if self.home.rule is not None:
             return self.of_strategies(strategy).simulate(strategy, assignment)
 
-        def curves(timeline: Timeline) -> MemoryCurves:
+        def curves(timeline: Timeline) -> Sequence[MemoryCurve]:
             batches = micro_batches_of(strategy, assignment)
-            return MemoryCurves(timeline, lambda rank, over: self.walk(strategy, batches, rank, over=over))
+            return memory_curves(timeline, lambda rank, over: self.walk(strategy, batches, rank, over=over))
 
         return self._timeline(strategy, assignment.counts, self.work(strategy, assignment), curves)
 

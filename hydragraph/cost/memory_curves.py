@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
-from hydragraph.cost.timeline import SimulatedSpan, Timeline
+from hydragraph.cost.timeline import LazySequence, SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
 # (rank, exchanges that ended before each instruction: `Walk.over`) -> the rank's walk.
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 
-class MemoryCurves(Sequence[MemoryCurve]):
-    """Every rank's memory over time, computed on first access."""
+def memory_curves(timeline: Timeline, walk_of: WalkOf) -> Sequence[MemoryCurve]:
+    """Return every rank's memory over time, computed on first access."""
 
-    def __init__(self, timeline: Timeline, walk_of: WalkOf) -> None:
-        self._timeline = timeline
-        self._walk_of = walk_of
-        self._known: dict[int, MemoryCurve] = {}
-
-    def __len__(self) -> int:
-        return len(self._timeline.ranks)
-
-    def __getitem__(self, rank: int) -> MemoryCurve:  # type: ignore[override]
-        if not 0 <= rank < len(self):
-            raise IndexError(rank)
-        if rank not in self._known:
-            self._known[rank] = self._curve(rank)
-        return self._known[rank]
-
-    def _curve(self, rank: int) -> MemoryCurve:
-        spans = self._timeline.ranks[rank]
-        peak, at, after = self._walk_of(rank, _ended(spans)).curve()
+    @cache
+    def curve(rank: int) -> MemoryCurve:
+        spans = timeline.ranks[rank]
+        peak, at, after = walk_of(rank, _ended(spans)).curve()
         points: list[tuple[float, int]] = []
         now = 0.0
         for span, size in zip(spans, after, strict=True):
@@ -42,6 +29,8 @@ class MemoryCurves(Sequence[MemoryCurve]):
             elif not points or points[-1][1] != size:
                 points.append((now, size))
         return MemoryCurve(peak, spans[at].start_s if at >= 0 else 0.0, tuple(points))
+
+    return LazySequence(len(timeline.ranks), curve)
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from hydragraph.cost.actors import Actor, rank_actors
 from hydragraph.cost.critical_path import CriticalPath, critical_path
@@ -24,6 +24,8 @@ from hydragraph.spec.cluster import Cluster
 
 if TYPE_CHECKING:
     from hydragraph.cost.rank_memory import MemoryCurve
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,20 @@ class SimulatedSpan:
         return self.end_s - self.start_s
 
 
-class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+class LazySequence(Sequence[T]):
+    """The values of a function at 0 to `count` - 1, computed at each access."""
+
+    def __init__(self, count: int, of: Callable[[int], T]) -> None:
+        self._count = count
+        self._of = of
 
     def __len__(self) -> int:
-        return len(self._timeline.actor_of)
+        return self._count
 
-    def __getitem__(self, rank: int) -> tuple[SimulatedSpan, ...]:  # type: ignore[override]
-        if not 0 <= rank < len(self):
-            raise IndexError(rank)
-        a = self._timeline.actor_of[rank]
-        times = self._timeline.times[a]
-        instructions = self._timeline.actors[a].of(rank)
-        first = self._timeline.actors[a].program.instructions
-        if len(instructions) == len(first):
-            rows = zip(instructions, times.begin, times.end, strict=True)
-            return tuple(SimulatedSpan(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
-        return tuple(_aligned(instructions, first, times))
+    def __getitem__(self, index: int) -> T:  # type: ignore[override]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._of(index)
 
 
 def _aligned(
@@ -93,7 +91,17 @@ class Timeline:
 
     @property
     def ranks(self) -> Sequence[tuple[SimulatedSpan, ...]]:
-        return _Ranks(self)
+        return LazySequence(len(self.actor_of), self._of_rank)
+
+    def _of_rank(self, rank: int) -> tuple[SimulatedSpan, ...]:
+        times = self.times[self.actor_of[rank]]
+        actor = self.actors[self.actor_of[rank]]
+        instructions = actor.of(rank)
+        first = actor.program.instructions
+        if len(instructions) == len(first):
+            rows = zip(instructions, times.begin, times.end, strict=True)
+            return tuple(SimulatedSpan(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
+        return tuple(_aligned(instructions, first, times))
 
     @cached_property
     def seconds(self) -> float:
