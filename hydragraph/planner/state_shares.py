@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_choice import HomeQuestion, choose_home
+from hydragraph.planner.bisection import bisect
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -22,7 +23,7 @@ Floats = NDArray[np.float64]
 # Shares are rounded to 1/32 of the largest share, or to 1/1024 if room is tight.
 STEPS = (32, 1024)
 CORRECTED = 8
-_HALVINGS = 80
+PRECISION = 1e-15
 PLACES = 9
 EXACT = 1e-9
 
@@ -36,15 +37,8 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
     """
     if room.sum() < 1:
         return None
-    low = 0.0
-    high = float(seconds.max())
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if np.minimum(room, middle / seconds).sum() >= 1:
-            high = middle
-        else:
-            low = middle
-    parts = np.minimum(room, high / seconds)
+    _, last = bisect(lambda s: bool(np.minimum(room, s / seconds).sum() >= 1), 0.0, float(seconds.max()), PRECISION)
+    parts = np.minimum(room, last / seconds)
     return np.asarray(parts / parts.sum())
 
 

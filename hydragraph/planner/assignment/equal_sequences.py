@@ -19,11 +19,11 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows
 from hydragraph.errors import Unsupported
+from hydragraph.planner.bisection import bisect
 from hydragraph.spec.assignment import Assignment
 
-# Steps of the bisection (precision 1e-9), and rounding tolerance for counts of sequences.
-HALVES = 30
-ROUNDING = 1e-6
+PRECISION = 1e-9
+ROUNDING = 1e-6  # tolerance for counts of sequences
 LEAST_S = 1e-12  # minimum seconds per sequence
 # Relative sizes of a pipeline's first micro-batches and, reversed, of its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
@@ -71,13 +71,7 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     every = Counter(kinds)
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # margin for rounding
-    low = 0.0
-    for _ in range(HALVES):
-        middle = (low + high) / 2
-        if sum(count * kind.by(middle) for kind, count in every.items()) >= sequences:
-            high = middle
-        else:
-            low = middle
+    low, _ = bisect(lambda s: sum(n * kind.by(s) for kind, n in every.items()) >= sequences, 0.0, high, PRECISION)
     counts = [kind.by(low) for kind in kinds]
     for _ in range(sequences - sum(counts)):
         least = min(range(len(kinds)), key=lambda p: kinds[p].end(counts[p] + 1))
