@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from torch import fx
 
@@ -24,13 +25,11 @@ class CompiledBlocks:
     """
 
     def __init__(self, program: Program, compiled: VariantOf) -> None:
-        self._program = program
-        self._compiled = compiled
-        self._blocks = {b.name: b for b in program.blocks}
+        blocks = {b.name: b for b in program.blocks}
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
         self._known_halves: dict[tuple[object, MicroBatch], HalvesFootprint] = {}
-        self._variants: dict[tuple[str, StagePart], Variant] = {}
-        self._aux_bytes: dict[MicroBatch, int] = {}
+        self._variant = cache(lambda block, part: compiled(blocks[block], part))
+        self.aux_bytes = cache(lambda batch: made_bytes(program.templates[program.aux.template].graph, batch))
         self.outline = program.outline
         self.buckets = program.buckets
         self.itemsize = program.dtype.itemsize
@@ -58,19 +57,8 @@ class CompiledBlocks:
         """See `PricedBlocks`; computed for the stage's first rank."""
         whole = kind._replace(sums_in_pieces=False)
         kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
-        plain, partial, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
-        return repeated(plain, partial, full)
-
-    def _variant(self, block: str, part: StagePart) -> Variant:
-        key = (block, part)
-        if key not in self._variants:
-            self._variants[key] = self._compiled(self._blocks[block], part)
-        return self._variants[key]
-
-    def aux_bytes(self, batch: MicroBatch) -> int:
-        if batch not in self._aux_bytes:
-            self._aux_bytes[batch] = made_bytes(self._program.templates[self._program.aux.template].graph, batch)
-        return self._aux_bytes[batch]
+        plain, budgeted, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
+        return repeated(plain, budgeted, full)
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise, zip_longest
 
 from hydragraph.cost.accounts import TRANSFERS, TimeKind
@@ -72,7 +72,7 @@ class Pricing:
         self.buckets = self.sizes.buckets
         types = tuple(cluster.types)
         self.blocks: PricedBlocks = blocks or ProfileBlocks(profile, self.sizes, types, push_itemsize, self.pieces)
-        self._budgets: dict[tuple[str, StageKind], Mapping[str, BlockPiece]] = {}
+        self._within_budget = cache(self._budgeted)
         self.home = home
         self.state_bytes = state_bytes
         home.check(self.ranks, [bucket.name for bucket in self.buckets])
@@ -161,13 +161,11 @@ class Pricing:
             )
         return profile.pieces[kind]
 
-    def _within_budget(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
-        if (type_, kind) not in self._budgets:
-            plain, full = (self.pieces(type_, kind._replace(recompute=again)) for again in (False, True))
-            blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
-            shares = {template: self.blocks.repeated(block, kind) for template, block in blocks.items()}
-            self._budgets[type_, kind] = within_budget(plain, full, kind.recompute, shares)
-        return self._budgets[type_, kind]
+    def _budgeted(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
+        plain, full = (self.pieces(type_, kind._replace(recompute=again)) for again in (False, True))
+        blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
+        shares = {template: self.blocks.repeated(block, kind) for template, block in blocks.items()}
+        return within_budget(plain, full, kind.recompute, shares)
 
     # Stages.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from hydragraph.cost.block_pieces import Constants
@@ -34,9 +34,8 @@ class CostedSchemes:
         self.failed = profile.failed
         self.limits = profile.limits
         self.memory: MemoryModel | None = None  # `Costs` computes the memory
-        self._known: dict[Scheme, PipelineCost] = {}
-        self._placed: dict[Pipeline, PipelineCost] = {}
-        self._charges: dict[tuple[Scheme, ...], float] = {}
+        self._placed = cache(costs.pipeline)
+        self._charge = cache(lambda schemes: costs.fixed(self._strategy(schemes)))
 
     @cached_property
     def _fullest(self) -> tuple[int, ...]:
@@ -52,24 +51,16 @@ class CostedSchemes:
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
         """Return the cost of a pipeline on the ranks that own the most state."""
-        if scheme not in self._known:
-            stages = regular_pipeline(*scheme, self._costs.outline.layers, 0).stages
-            placed = tuple(replace(s, devices=tuple(self._fullest[d] for d in s.devices)) for s in stages)
-            self._known[scheme] = self._costs.pipeline(Pipeline(placed))
-        return self._known[scheme]
+        stages = regular_pipeline(*scheme, self._costs.outline.layers, 0).stages
+        placed = (replace(s, devices=tuple(self._fullest[d] for d in s.devices)) for s in stages)
+        return self._placed(Pipeline(tuple(placed)))
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
         """Return the costs of pipelines, each on its ranks in a strategy of these schemes."""
-        for pipeline in self._strategy(schemes).pipelines:
-            if pipeline not in self._placed:
-                self._placed[pipeline] = self._costs.pipeline(pipeline)
-        return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
+        return tuple(map(self._placed, self._strategy(schemes).pipelines))
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        key = tuple(schemes)
-        if key not in self._charges:
-            self._charges[key] = self._costs.fixed(self._strategy(schemes))
-        return self._charges[key]
+        return self._charge(tuple(schemes))
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
         """Return 0, because `charge` simulates, which is too slow for a search."""

@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import compress, count
 
@@ -380,21 +380,17 @@ class _Clock:
     """Cache of estimates that include traffic; the owners' memory is not checked."""
 
     def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._known: dict[Strategy, list[Iterations]] = {}
-        self._homes: dict[Strategy, Home] = {}
+        def under(strategy: Strategy) -> list[Iterations]:
+            return [Iterations(costs.changed(home=home), strategy) for home in homes_of(costs, strategy)]
+
+        def home(strategy: Strategy) -> Home:
+            return home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home
+
+        self._iterations = cache(under)
+        self.home = cache(home)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        if strategy not in self._known:
-            homes = homes_of(self._costs, strategy)
-            self._known[strategy] = [Iterations(self._costs.changed(home=home), strategy) for home in homes]
-        return min(iterations.seconds(assignment) for iterations in self._known[strategy])
-
-    def home(self, strategy: Strategy) -> Home:
-        if strategy not in self._homes:
-            fitting_home = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home)
-            self._homes[strategy] = fitting_home or self._costs.home
-        return self._homes[strategy]
+        return min(iterations.seconds(assignment) for iterations in self._iterations(strategy))
 
 
 def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:

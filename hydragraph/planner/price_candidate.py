@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 
 import numpy as np
@@ -152,19 +153,18 @@ class Ends:
     """Exact end times of pipelines that run equal micro-batches."""
 
     def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
-        self._lengths = tuple(lengths)
-        self._schedule = strategy.schedule
         self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
-        self._pipelines = dict(zip(self._forms, strategy.pipelines, strict=True))
-        self._rows = {form: stage_rows(costs.stages(p), [lengths]) for form, p in self._pipelines.items()}
-        self._ends: dict[tuple[object, int], float] = {}
+        pipelines = dict(zip(self._forms, strategy.pipelines, strict=True))
+        rows = {form: stage_rows(costs.stages(p), [lengths]) for form, p in pipelines.items()}
+
+        def end(form: object, count: int) -> float:
+            return float(replayed(rows[form], strategy.schedule, pipelines[form].rows, [0] * count).max())
+
+        self._rows = rows
+        self._end = cache(end)
 
     def end(self, pipeline: int, count: int) -> float:
-        key = (self._forms[pipeline], count)
-        if key not in self._ends:
-            rows = self._pipelines[key[0]].rows
-            self._ends[key] = float(replayed(self._rows[key[0]], self._schedule, rows, [0] * count).max())
-        return self._ends[key]
+        return self._end(self._forms[pipeline], count)
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return each pipeline's number of micro-batches, such that the slowest pipeline ends as early as possible."""

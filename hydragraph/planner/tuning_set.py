@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -38,12 +39,12 @@ class TuningSet:
             list(b) for b in batches[:1]
         ]
         self._profile = profile
-        self._tables: dict[int, _Tables] = {}  # by number of devices
+        self._tables = cache(self._tables_for)  # by number of devices
         self.longest = [max(lengths, default=0) for lengths in self._batches]
         self.priced: dict[Strategy, Floats] = {}
 
     def reach(self, strategy: Strategy) -> int:
-        tables = self._for(sum(tp * pp for tp, pp in strategy))
+        tables = self._tables(sum(tp * pp for tp, pp in strategy))
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
@@ -56,7 +57,7 @@ class TuningSet:
         return self.priced[strategy]
 
     def _price(self, strategy: Strategy) -> Floats:
-        tables = self._for(sum(tp * pp for tp, pp in strategy))
+        tables = self._tables(sum(tp * pp for tp, pp in strategy))
         kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)
         return np.array(
@@ -68,18 +69,16 @@ class TuningSet:
             ]
         )
 
-    def _for(self, devices: int) -> _Tables:
-        if devices not in self._tables:
-            schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
-            kinds = [self._profile.pipeline(s, devices) for s in schemes]
-            different = list(dict.fromkeys(kinds))
-            reach = max(k.max_len for k in kinds)
-            self._tables[devices] = _Tables(
-                {s: different.index(k) for s, k in zip(schemes, kinds, strict=True)},
-                tuple(k.max_len for k in different),
-                tuple(
-                    problem_of(different, b, formed=True) if n <= reach else None
-                    for b, n in zip(self._batches, self.longest, strict=True)
-                ),
-            )
-        return self._tables[devices]
+    def _tables_for(self, devices: int) -> _Tables:
+        schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
+        kinds = [self._profile.pipeline(s, devices) for s in schemes]
+        different = list(dict.fromkeys(kinds))
+        reach = max(k.max_len for k in kinds)
+        return _Tables(
+            {s: different.index(k) for s, k in zip(schemes, kinds, strict=True)},
+            tuple(k.max_len for k in different),
+            tuple(
+                problem_of(different, b, formed=True) if n <= reach else None
+                for b, n in zip(self._batches, self.longest, strict=True)
+            ),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -175,14 +175,7 @@ class Market:
     """Cached prices for one cluster."""
 
     def __init__(self, costs: Costs) -> None:
-        self._costs = healthy(costs)
-        self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
-
-    def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
-        key = (tuple(lengths), reach)
-        if key not in self._known:
-            self._known[key] = Prices(self._costs, lengths, reach)
-        return self._known[key]
+        self.prices = cache(partial(Prices, healthy(costs)))
 
 
 def healthy(costs: Costs) -> Costs:

@@ -88,7 +88,7 @@ def search(
     market = market or Market(costs)
     for together in sizes:
         before = best
-        prices = market.prices([length] * together, reach)
+        prices = market.prices((length,) * together, reach)
         micro_batches = -(-sequences // together)
         if by_shape and is_late(until):
             break

@@ -86,11 +86,11 @@ def simple(
                 continue
             every.append(("a node" if number else "everything", degree, groups))
             if not number and len(groups.ranks) > 1:
-                prices = market.prices([length] * sizes[0], reach)
+                prices = market.prices((length,) * sizes[0], reach)
                 every.append(("a group", degree, _quickest(prices, groups, degree)))
     fastest: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
     for together in sizes:
-        prices = market.prices([length] * together, reach)
+        prices = market.prices((length,) * together, reach)
         for category, degree, groups in every:
             for form, laid in _priced(prices, groups, degree, -(-sequences // together)):
                 key = (category, groups, *form)
