@@ -89,6 +89,7 @@ class Costs(Pricing):
         health: Health | None = None,
         home: Home | None = None,
         corrections: Corrections | None = None,
+        push_itemsize: int | None = None,
     ) -> Costs:
         """Return costs with some arguments replaced."""
         costs = Costs(
@@ -99,7 +100,7 @@ class Costs(Pricing):
             blocks=self._given_blocks,
             state_bytes=self.state_bytes,
             corrections=self.corrections if corrections is None else corrections,
-            push_itemsize=self.push_itemsize,
+            push_itemsize=push_itemsize or self.push_itemsize,
         )
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
         if costs.profile is self.profile and alike:

@@ -188,7 +188,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     keys = _keys(subject, found, settings)
     profile = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
     if profile is not None:
-        return Costs(profile, found.cluster, home=subject.home), "from the cache"
+        return _priced(subject, profile, found), "from the cache"
     for repeats, points in ATTEMPTS:
         profile = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
         if not any(type_profile.unfit for type_profile in (profile, *profile.others)):
@@ -204,7 +204,11 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     elif groups.world.rank == 0:
         for name, key in keys.items():
             remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
-    return Costs(profile, found.cluster, home=subject.home), source
+    return _priced(subject, profile, found), source
+
+
+def _priced(subject: Subject, profile: Profile, found: Discovered) -> Costs:
+    return Costs(profile, found.cluster, home=subject.home, push_itemsize=subject.program.push_dtype.itemsize)
 
 
 def _of_first(groups: Groups, value: T) -> T:

@@ -164,6 +164,8 @@ class CompiledModel:
             self.sums.check(strategies)
 
     def priced(self, profile: Profile | Costs | None) -> Profile | Costs | None:
+        if isinstance(profile, Costs):
+            profile = profile.changed(push_itemsize=self.program.push_dtype.itemsize)
         if self.sums is None or profile is None:
             return profile
         if isinstance(profile, Costs):

@@ -8,9 +8,10 @@ from torch import Tensor
 
 import hydragraph as hg
 from hydragraph.cost.block_pieces import Constants
+from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.strategy_selector import Chooser
-from hydragraph.spec.cluster import Device, Interconnect
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests import models
 from tests.generations import regroup
 from tests.ready import Ready
@@ -158,3 +159,14 @@ def test_auto_by_a_profile_needs_data() -> None:
         hg.compile(models.llama(layers=LAYERS, vocab=97), "auto", profile=PROFILE)
     with pytest.raises(hg.Unsupported, match=r"pass a Strategy, a text.*, a list of them"):
         hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # type: ignore[list-item]
+
+
+def test_costs_are_those_of_the_runs_pushes(prepared: Ready) -> None:
+    cluster = Cluster.homogeneous(1, device=Device(1e12, 10**10, 1e11), within_node=Interconnect(1e10, 1e-6))
+    costs = hg.Costs(datasheet(prepared.variants.program, cluster), cluster)
+    exe = prepared.executable("<tp1,pp1>", profile=costs, push_dtype=torch.bfloat16, check="off")
+    try:
+        assert isinstance(exe.profile, hg.Costs)
+        assert (costs.push_itemsize, exe.profile.push_itemsize) == (4, 2)
+    finally:
+        exe.close()
