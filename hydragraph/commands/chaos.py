@@ -27,12 +27,12 @@ class ChaosOptions(ConfigOptions):
     ] = None
     each: Annotated[int, typer.Option(min=1, help="Number of faults of each kind in --kinds.")] = 3
     seed: Annotated[int, typer.Option(help="Random seed for the times and ranks of the faults.")] = 0
-    keep: Annotated[Path | None, typer.Option(help="Folder in which to keep the output of both runs.")] = None
+    keep: Annotated[Path | None, typer.Option(help="Folder in which to keep the output of all runs.")] = None
 
 
 @verb
 def chaos_command(options: ChaosOptions) -> None:
-    """Train once undisturbed and once while ranks are killed, slowed and replaced, and compare the loss curves.
+    """Train once while ranks are killed, slowed and replaced, and once undisturbed, and compare the loss curves.
 
     --kinds adds faults: pause and stop suspend a rank, for 3 s or forever; first, two and all kill the first rank, two
     ranks or all ranks; again and rejoin kill more ranks while others recover or a new rank joins. checkpoint, evaluate
@@ -40,7 +40,7 @@ def chaos_command(options: ChaosOptions) -> None:
     because a rank is slow. With preempt, ranks run on two simulated machines, and one machine disappears with its disk,
     immediately or 30 s after a notice.
 
-    With `deterministic: true`, both runs must have the same losses bit for bit. Otherwise, a third run on one rank
+    With `deterministic: true`, both must have the same losses bit for bit. Otherwise, a third run on one rank
     measures how much rounding alone changes the losses.
     """
     from hydragraph.train.chaos import disturbed_run

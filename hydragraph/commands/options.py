@@ -45,7 +45,12 @@ HealthFile = Annotated[
     ),
 ]
 ProfileFile = Annotated[
-    str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
+    str | None,
+    typer.Option(
+        "--profile",
+        help="A file that hydragraph profile wrote; default: plan.profile for a run or with plan.cluster, else a "
+        "datasheet.",
+    ),
 ]
 Efficiency = Annotated[
     float | None,

@@ -178,7 +178,8 @@ def compile(
         trust: whether to load the folder's Inductor code, which runs with your permissions.
         joining: whether to join running ranks later (`Executable.move`). Pass their arguments, but a meta model.
         deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
-        window: maximum bytes in flight, separately for fp32 gradients and weights; by default, twice the largest block.
+        window: maximum bytes in flight, separately for fp32 gradients and weights; default: twice the largest block
+            (once if streamed).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 

@@ -149,19 +149,19 @@ class SourceConfig(CheckedFields):
             Text, .jsonl and CSV files may be compressed (.gz, .zst). "python-stdlib" is the source code of Python's
             standard library.
         suffixes: suffixes of the files to read from a directory. None: read all record files (.jsonl, .parquet, ...),
-            or all text files if the directory has no record files. If some record files are training splits, test and
+            or all text files if the directory has none. If some record files are training splits, test and
             validation splits are skipped.
         format: contents of .jsonl objects and table rows: "text", "chat" (messages), "completion" (a prompt and its
             completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels that
             may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`). "auto" detects the
             format from the first record of each file.
-        text_field: the field of a .jsonl object, or the column of a table, that contains the text.
-        messages_field: the field that contains a conversation, a list of {role, content}.
-        tools_field: the field that contains the tools of a conversation.
-        prompt_field: the field that contains the prompt, whose tokens are not in the loss.
-        completion_field: the field that contains the completion.
-        chosen_field: the field that contains the preferred answer.
-        rejected_field: the field that contains the rejected answer.
+        text_field: the field or column that contains the text.
+        messages_field: the field with a conversation, a list of {role, content}.
+        tools_field: the field with the tools of a conversation.
+        prompt_field: the field with the prompt, whose tokens are not in the loss.
+        completion_field: the field with the completion.
+        chosen_field: the field with the preferred answer.
+        rejected_field: the field with the rejected answer.
         max_samples: maximum number of documents to read; None: all.
     """
 
@@ -205,16 +205,16 @@ class DataConfig(SourceConfig):
 
     Attributes:
         mixture: several corpora, each with a weight, instead of `paths`.
-        evaluation: corpora to evaluate on, by name. If given, `heldout` defaults to 0.
-        tokenizer: a tokenizer.json or a directory that contains one; None: the tokenizer of `model.path` or
-            `model.weights`, or else a new byte-level BPE.
+        evaluation: corpora to evaluate on, by name.
+        tokenizer: a tokenizer.json or its directory; None: the tokenizer of `model.path` or `model.weights`, or else a
+            new byte-level BPE.
         vocab_size: vocabulary size of a new tokenizer.
         chat_template: a file with a Jinja template for conversations, the template itself, or "chatml"; None: the
             tokenizer's template.
         template_arguments: arguments of the chat template, such as {enable_thinking: false}; the `chat_template_kwargs`
             of a record take precedence.
         train_on: the messages of a conversation that count in the loss: "assistant" (all assistant messages), "last"
-            (only the last assistant message) or "all" (all messages). In completion data, only the completion counts.
+            (only the last assistant message) or "all". In completion data, only the completion counts.
         tokens_per_step: maximum number of tokens in a mini-batch.
         max_length: maximum number of tokens in a sequence.
         overlong: treatment of documents longer than `max_length`: "cut" (into several sequences), "drop", or "refuse"
@@ -487,14 +487,13 @@ class TrainConfig:
         evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data, the last
             one at the end of the pass.
         evaluate_batches: number of mini-batches, of `data.tokens_per_step` tokens, in an evaluation on each corpus.
-        checkpoint_every: save a checkpoint after every `checkpoint_every` steps, and after the last step; 0: only after
-            the last step.
+        checkpoint_every: steps between checkpoints; 0: none. The run also saves after the last step, with
+            `keep_best` at each new lowest loss, and before the first step if it survives lost ranks or has pieces.
         checkpoint_per_epoch: instead of `checkpoint_every`, the number of checkpoints in each pass over the data.
-        keep: number of most recent checkpoints to keep.
+        keep: number of newest checkpoints to keep.
         keep_best: also keep the checkpoint with the lowest loss on the held-out documents (without any, on the first
             corpus of `data.evaluation`), and export the run's `model` from this checkpoint.
-        patience: stop the run after this number of consecutive evaluations without a lower loss; None: do not stop
-            early.
+        patience: stop the run after this number of consecutive evaluations without a lower loss; None: never.
         min_improvement: smallest decrease of the loss that counts as an improvement for `patience`.
         grace_s: after a request to stop (SIGTERM, Ctrl-C), maximum seconds for finishing the current step and saving.
         progress_s: if ranks wait and no rank makes progress for this many seconds, all ranks fail with a report.

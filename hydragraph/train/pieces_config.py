@@ -17,8 +17,8 @@ class PiecesConfig:
     Attributes:
         local: a directory on each machine's own disk, or null. `~` and environment variables, as in
             $SLURM_TMPDIR/pieces, are expanded on each machine.
-        peers: store the pieces in each rank's host memory; with AdamW, this takes 24 bytes per parameter that the rank
-            owns.
+        peers: store the pieces in each rank's host memory; with AdamW, this takes 24 bytes per owned parameter, and up
+            to 48 while a checkpoint is taken.
         shared: a directory that all machines share, a URL such as s3://bucket/pieces (s3:// needs s3fs, and gs:// needs
             gcsfs), or null.
     """

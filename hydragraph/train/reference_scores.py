@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
-_EVERY_S = 60.0  # maximum time in seconds between two writes
+_EVERY_S = 60.0  # maximum seconds between writes
 
 
 class ReferenceScores:

@@ -32,10 +32,10 @@ class Metrics:
     """Metrics of one training step.
 
     Attributes:
-        loss: mean over the tokens of the mini-batch, before the update.
+        loss: mean over the mini-batch's targets (with an objective, its pairs), before the update.
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
-        tokens_per_s: all tokens of the mini-batch, also those that are not targets, per second.
+        tokens_per_s: all tokens of the mini-batch per second, not only targets.
         eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
         exposed_pull_s: mean seconds that ranks waited for weights.
         exposed_push_s: mean seconds that ranks waited for gradients.

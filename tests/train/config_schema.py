@@ -67,7 +67,7 @@ def reference() -> str:
     lines = [
         "# The config of a run",
         "",
-        "This page lists every field of the YAML file that `hydragraph train`, `check`, `verify` and `compile` read. "
+        "This page lists every field of the YAML file that hydragraph's commands read. "
         "`hydragraph init` writes such a file. `--set section.field=value` replaces a field, and a run saves the "
         "resolved config as `config.yaml`. This page and the JSON schema `hydragraph/train/config.schema.json` are "
         "generated from the dataclasses in `hydragraph/train/config.py`. Editors use the schema to complete and check "
