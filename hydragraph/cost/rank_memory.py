@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
@@ -24,7 +24,7 @@ from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT, most_in_flight
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, aux, bucket_of, gradients, weights
 from hydragraph.passes.pipeline import placed_program
-from hydragraph.passes.place import place
+from hydragraph.passes.place import Placement, place
 from hydragraph.passes.stream import turns
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -152,6 +152,15 @@ def exchange_name(op: Op, bucket: str) -> str:
     return f"{op.value} {bucket}"
 
 
+@lru_cache(128)
+def _placed(
+    outline: Outline, strategy: Strategy, counts: tuple[int, ...], rank: int, ranks: int
+) -> tuple[Placement, tuple[Instruction, ...], Mapping[tuple[Op, str], tuple[tuple[int, ...], ...]]]:
+    placement = place(outline, strategy, counts)
+    users = {(turn.op, turn.name): turn.stages for turn in turns(placement, "train")}
+    return placement, placed_program(placement, "", "train", rank, ranks).instructions, users
+
+
 class Walk:
     """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
@@ -179,9 +188,9 @@ class Walk:
         state_bytes: int = STATE_BYTES,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
-        counts = [len(pipeline) for pipeline in micro_batches]
+        counts = tuple(len(pipeline) for pipeline in micro_batches)
         strategy.check(blocks.outline.layers, ranks)
-        placement = place(blocks.outline, strategy, counts)
+        placement, self._instructions, self._users = _placed(blocks.outline, strategy, counts, rank, ranks)
         self._model = blocks
         self._rank = rank
         self._ranks = ranks
@@ -189,8 +198,6 @@ class Walk:
         self._state_bytes = state_bytes
         self._over = over or {}
         self._traffic = traffic or HomeTraffic(HomeLayouts(Home(), ranks).of)
-        self._instructions = placed_program(placement, "", "train", rank, ranks).instructions
-        self._users = {(turn.op, turn.name): turn.stages for turn in turns(placement, "train")}
         self._pushed: set[str] = set()  # buckets
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
