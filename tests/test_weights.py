@@ -99,6 +99,23 @@ def test_a_module_of_ones_own_keeps_its_names_and_a_loop_must_end_before_the_nex
     exe.close()
 
 
+def test_a_step_does_not_change_weights_handed_out_nor_the_reverse() -> None:
+    exe = hg.compile(Buffered(), "<tp1,pp1>", lambda named: torch.optim.SGD(named, lr=0.1))
+    before = exe.full_state_dict()
+    found = dict(exe.weights())
+    exe.step(sequences([9]))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, before[name])
+    trained = exe.full_state_dict()
+    assert not torch.equal(trained["head.weight"], before["head.weight"])
+    for handed in (dict(exe.weights()), exe.full_state_dict()):
+        for tensor in handed.values():
+            tensor.zero_()
+    for name, tensor in exe.full_state_dict().items():
+        assert torch.equal(tensor, trained[name])
+    exe.close()
+
+
 def test_several_adapters_are_refused() -> None:
     model = peft.get_peft_model(llama(layers=1), peft.LoraConfig(target_modules=["up_proj"]))
     model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"]))

@@ -155,7 +155,7 @@ class Session:
             shards: bucket name -> this rank's part of the bucket's weights or gradients.
         """
         buckets = self.gather_by_bucket(shards, names)
-        return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket.items()}
+        return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket.items()}
 
     def gather_by_bucket(
         self,
@@ -183,7 +183,8 @@ class Session:
             tensors: dict[str, Tensor] = {}
             for parameter in parameters if world.rank in to else ():
                 at = bucket.offsets()[parameter.name]
-                tensors[parameter.name] = parameter.natural(full[at : at + parameter.size]).detach().contiguous()
+                natural = parameter.natural(full[at : at + parameter.size]).detach()
+                tensors[parameter.name] = natural.clone(memory_format=torch.contiguous_format)  # `full` may be `shard`
             yield tensors
 
     def update(self, norm: float) -> None:

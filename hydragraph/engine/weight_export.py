@@ -18,7 +18,7 @@ def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] |
     parameters = session.gather(session.home.weights, frozenset(sources.values()))
     if session.world.rank:
         return {}
-    tensors = {name: buffer.detach().cpu() for name, buffer in session.buffers.items()} | parameters
+    tensors = {name: buffer.detach().cpu().clone() for name, buffer in session.buffers.items()} | parameters
     state = {key: tensors[source] for key, source in sources.items()}
     compiled.state.hand_out(state)
     return state
