@@ -52,9 +52,9 @@ class Holding:
 
     def begin(self) -> None:
         """Fill a model built on the meta device with its initial weights, unless weights were loaded."""
-        start, self._start = self._start, None
-        for tensors in start() if start is not None else ():
+        for tensors in self._start() if self._start is not None else ():
             self.session.home.fill(tensors)
+        self._start = None
 
     def loaded(self) -> None:
         self._start = None

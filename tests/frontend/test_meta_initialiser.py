@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
+from hydragraph.engine.state_transition import Holding
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from tests.models import sequences
@@ -89,6 +93,25 @@ def test_a_model_that_is_partly_on_meta_is_refused() -> None:
     model.layers[0].to("meta")
     with pytest.raises(Unsupported, match=r"2 parameters are on the meta device, such as layers\.0\.weight"):
         is_meta(model)
+
+
+def test_an_interrupted_initialisation_is_repeated() -> None:
+    filled: list[str] = []
+
+    def values() -> Iterator[dict[str, Tensor]]:
+        yield {"first": torch.ones(1)}
+        if len(filled) == 1:
+            raise KeyboardInterrupt
+        yield {"second": torch.ones(1)}
+
+    holding = Holding(values)
+    holding.held = mock.Mock()
+    holding.held.home.fill = filled.extend
+    with pytest.raises(KeyboardInterrupt):
+        holding.begin()
+    holding.begin()
+    holding.begin()
+    assert filled == ["first", "first", "second"]
 
 
 def start(strategy: str, steps: int) -> tuple[dict[str, Tensor], list[float]]:
