@@ -89,7 +89,7 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
     if mask is None:
         return row
     ids = row.get("input_ids")
-    if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.shape != ids.shape:
+    if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.dim() != 1 or mask.shape != ids.shape:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise _refused(f"an attention_mask of {shape}", index)
     length = int((mask != 0).sum())
@@ -97,13 +97,13 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
         raise _refused("an attention_mask other than ones followed by zeros", index)
     for name in _LABELS:
         labels = row.get(name)
-        if isinstance(labels, Tensor) and bool((labels[length:] != IGNORED).any()):
+        if isinstance(labels, Tensor) and labels.dim() and bool((labels[length:] != IGNORED).any()):
             at = length + int((labels[length:] != IGNORED).nonzero()[0])
             raise ValueError(
                 f"sequence {index}: {name} is {int(labels[at])} at position {at}, which attention_mask marks as "
                 f"padding; set it to {IGNORED} there"
             )
-    return {name: value[:length] if isinstance(value, Tensor) else value for name, value in row.items()}
+    return {n: v[:length] if isinstance(v, Tensor) and v.dim() else v for n, v in row.items()}
 
 
 def _refused(what: str, index: int) -> Unsupported:

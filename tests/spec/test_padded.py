@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 from hydragraph.errors import Unsupported
 from hydragraph.spec.padded import sequences_in
+from hydragraph.spec.workload import sequence_of
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0], [1, 2, 3, 4]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
@@ -57,6 +58,12 @@ def test_labels_and_fields_are_cut_alike() -> None:
         assert torch.equal(found["weight"], weight[i, : len(CUT[i])])
 
 
+def test_one_number_per_sequence_stays() -> None:
+    for found in sequences_in({"input_ids": IDS, "attention_mask": MASK, "advantages": torch.rand(3)}):
+        assert isinstance(found, dict)
+        assert found["advantages"].shape == ()
+
+
 def test_what_is_ones_own_stays() -> None:
     batch = {"input_ids": IDS[0], "attention_mask": IDS[1], "token_type_ids": IDS[0] * 0}
     assert set(sequences_in([batch], own=batch)[0]) == set(batch)
@@ -94,3 +101,11 @@ def test_labels_that_count_in_the_padding_are_refused() -> None:
 def test_a_field_without_a_row_for_each_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence 0: labels has 2 rows, but input_ids has 3; pass one row"):
         sequences_in({"input_ids": IDS, "labels": IDS[:2]})
+
+
+def test_one_number_instead_of_a_sequence_is_refused() -> None:
+    (row,) = sequences_in([{"input_ids": IDS[0], "attention_mask": MASK[0], "labels": torch.tensor(5)}])
+    with pytest.raises(ValueError, match=r"sequence 0: labels is .*; pass"):
+        sequence_of(row, 0, causal=True)
+    with pytest.raises(Unsupported, match=r"sequence 0: an attention_mask of \[\]"):
+        sequences_in([{"input_ids": torch.tensor(5), "attention_mask": torch.tensor(1)}])
