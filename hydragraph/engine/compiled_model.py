@@ -131,7 +131,7 @@ class CompiledModel:
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
-            groups.same_everywhere("weights", _weights_hash(model))
+            groups.same_everywhere("weights", weights_hash(model))
             groups.same_everywhere("buffers of the model or the loss", _hash(self.buffers))
             home.fill(dict(model.named_parameters()))
 
@@ -243,9 +243,9 @@ def _hash(buffers: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _weights_hash(model: nn.Module) -> str:
+def weights_hash(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in model.named_parameters():
         digest.update(name.encode())
-        digest.update(np.ascontiguousarray(tensor.detach().float().numpy()).data)
+        digest.update(np.ascontiguousarray(tensor.detach().cpu().float().numpy()).data)
     return digest.hexdigest()

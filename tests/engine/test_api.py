@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.engine.compiled_model import weights_hash
 from tests.models import captured, llama, sequences
-from tests.own_models import Own
+from tests.own_models import Own, small
 from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
@@ -74,6 +75,23 @@ def test_what_capture_was_told_is_not_told_again() -> None:
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
     with pytest.raises(ValueError, match="example and loss of the program are fixed; pass these only to `capture`"):
         hg.compile(model, STRATEGY, loss=lambda outputs, batch: outputs.logits.sum(), program=program)
+
+
+class OnGpu(Tensor):
+    """A tensor that NumPy cannot read before a copy to the CPU."""
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor)
+
+    def numpy(self) -> object:  # type: ignore[override]
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+def test_a_model_on_a_gpu_is_compiled() -> None:
+    model = small()
+    wanted = weights_hash(model)
+    model.out.weight = nn.Parameter(model.out.weight.detach().as_subclass(OnGpu))
+    assert weights_hash(model) == wanted
 
 
 class Smoothed(nn.Module):
