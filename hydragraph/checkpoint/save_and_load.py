@@ -104,6 +104,7 @@ def prepare(
     """
     what = f"save checkpoint {path}"
     path = Path(path)
+    path = path.resolve() if path.is_symlink() else path
     rank = groups.world.rank
     parts = together(groups, what, lambda: encoded("the optimizer", plain_state(home, optimizer)))
     entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")

@@ -26,6 +26,17 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path, groups: Groups) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["c"]
 
 
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path, groups: Groups) -> None:
+    home, optimizer = make(ALONE)
+    link = tmp_path / "latest"
+    link.symlink_to("step-1")
+    for number in (1, 2):
+        save_and_load.save(link, home, optimizer, {"number": number}, groups)
+    assert link.is_symlink()
+    assert save_and_load.load(link, home, optimizer, groups) == {"number": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+
+
 def test_a_replacement_that_fails_to_move_in_is_undone(made: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
     rename = Path.rename
