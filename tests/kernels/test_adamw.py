@@ -159,6 +159,20 @@ def test_a_state_dict_goes_to_torchs_class_and_back() -> None:
     assert torch.equal(again["exp_avg"], expected["exp_avg"])
 
 
+def test_amsgrad_is_refused() -> None:
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(5))], amsgrad=True)
+    optimizer = AdamW([nn.Parameter(torch.ones(5))])
+    with pytest.raises(Unsupported, match="a parameter group has amsgrad=True; use torch"):
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.step()
+    with pytest.raises(Unsupported, match="amsgrad"):
+        AdamW([{"params": [nn.Parameter(torch.ones(5))], "amsgrad": True}])
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(5)
+    with pytest.raises(Unsupported, match="amsgrad"):
+        optimizer.step()
+
+
 def test_copies_follow_the_weights() -> None:
     parameters = [nn.Parameter(torch.randn(n)) for n in (4, 9)]
     copies = {p: torch.zeros(len(p), dtype=torch.bfloat16) for p in parameters[:1]}
