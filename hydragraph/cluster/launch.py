@@ -237,6 +237,8 @@ def launch(
             f"launch: ranks={ranks} would exhaust this machine: use at most {_MOST}, or start ranks on several "
             "machines with torchrun"
         )
+    if not isinstance(timeout, timedelta | None):
+        raise ValueError(f"launch: timeout={timeout!r}: give a datetime.timedelta, as in timedelta(seconds=60)")
     work = _pickled(function, args)
     context = starting(function, prepare)
     server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread

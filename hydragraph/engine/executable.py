@@ -286,8 +286,8 @@ class Executable(Membership):
             ValueError: `to` has a rank twice or a rank that does not exist, or `dtype` is not a floating dtype.
             Unsupported: a peft model has several adapters.
         """
-        if not dtype.is_floating_point:
-            raise ValueError(f"weights: dtype {dtype} is not a floating dtype; give torch.bfloat16 or torch.float32")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"weights: dtype {dtype!r} is not a floating dtype; give torch.bfloat16 or torch.float32")
         if not to or len(set(to)) < len(to) or not set(to) <= set(range(self.ranks)):
             raise ValueError(f"weights: to={tuple(to)} must list different ranks from 0 to {self.ranks - 1}")
         self.groups.same_everywhere("call weights(dtype, to)", f"{dtype} {sorted(to)}")

@@ -40,11 +40,13 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
     """
     example = dict(example or {})
     fields = dict(FIELDS)
-    tokens = {int(t.shape[1]) for t in example.values() if t.dim() > 1}
+    tokens = {int(t.shape[1]) for t in example.values() if isinstance(t, Tensor) and t.dim() > 1}
     for name, tensor in example.items():
-        field = FIELDS.get(name) or _own_field(name, tensor, tensor_names)
+        is_tensor = isinstance(tensor, Tensor)
+        field = (FIELDS.get(name) or _own_field(name, tensor, tensor_names)) if is_tensor else None
         if field is None or not _fits(tensor, field) or len(tokens) > 1:
-            what = f"the example's field {name!r} ({tensor.dtype} {list(tensor.shape)}) does not fit a packed batch"
+            form = f"{tensor.dtype} {list(tensor.shape)}" if is_tensor else type_text(tensor)
+            what = f"the example's field {name!r} ({form}) does not fit a packed batch"
             shapes = {n: ", ".join(map(str, f.shape)) for n, f in FIELDS.items()}
             described = [f"{n} {f.dtype} [{shapes[n]}]".replace("torch.", "") for n, f in FIELDS.items()]
             remedy = (

@@ -183,6 +183,11 @@ def unpicklable_result() -> object:
     return threading.Lock()
 
 
+def test_refuses_a_time_limit_in_seconds() -> None:
+    with pytest.raises(ValueError, match=r"launch: timeout=60: give a datetime\.timedelta"):
+        launch(os.getpid, 1, timeout=60)  # type: ignore[arg-type]
+
+
 def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"cannot pickle .*lock"):
         launch(unpicklable_result, 1)

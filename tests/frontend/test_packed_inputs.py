@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,3 +37,9 @@ def test_targets_in_a_field_are_ignored_in_padding(ignored: int) -> None:
     one = {"input_ids": ids, "second": second, "weight": torch.ones(5)}
     assert exe.evaluate([one, one]).loss == pytest.approx(exe.evaluate([one]).loss)
     exe.close()
+
+
+@pytest.mark.parametrize(("value", "form"), [(0.5, "a float"), ([1.0], "a list"), (np.ones((1, 8)), "a ndarray")])
+def test_an_example_that_is_no_tensor_is_refused(value: Any, form: str) -> None:
+    with pytest.raises(hg.Unsupported, match=rf"the example's field 'weight' \({form}\) does not fit"):
+        hg.capture(small(), example={"second": EXAMPLE["second"], "weight": value})
