@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from hydragraph.cluster.agreement import together
 from hydragraph.cluster.communicators import Groups
 
@@ -100,7 +102,21 @@ def check_model(
     path: Path, manifest: CheckpointManifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None
 ) -> None:
     """Raise a ValueError unless a checkpoint belongs to this model and optimizer (None: any optimizer)."""
-    stored = manifest.parameters
+    check_shapes(f"checkpoint {path}", manifest.parameters, shapes)
+    if optimizer is not None and manifest.optimizer != optimizer:
+        raise ValueError(
+            f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
+            f" {optimizer}: use the saved run's optimizer, or no optimizer to load only weights"
+        )
+
+
+def check_buffers(where: str, stored: Mapping[str, Tensor] | None, buffers: Mapping[str, Tensor]) -> None:
+    if stored is not None:  # earlier versions wrote no buffers
+        saved, own = ({name: tuple(b.shape) for name, b in each.items()} for each in (stored, buffers))
+        check_shapes(where, saved, own)
+
+
+def check_shapes(where: str, stored: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
     different = [
         f"{name} is {list(stored[name]) if name in stored else 'missing'} in the checkpoint and"
         f" {list(shapes[name]) if name in shapes else 'missing'} in the model"
@@ -109,12 +125,7 @@ def check_model(
     ]
     if different:
         rest = f"; and {len(different) - 3} more" if len(different) > 3 else ""
-        raise ValueError(f"checkpoint {path}: {'; '.join(different[:3])}{rest}: load it into the model that was saved")
-    if optimizer is not None and manifest.optimizer != optimizer:
-        raise ValueError(
-            f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
-            f" {optimizer}: use the saved run's optimizer, or no optimizer to load only weights"
-        )
+        raise ValueError(f"{where}: {'; '.join(different[:3])}{rest}: load it into the model that was saved")
 
 
 def _plain(name: str) -> str:

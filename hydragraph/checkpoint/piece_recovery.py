@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
+from hydragraph.checkpoint.manifest import check_buffers
 from hydragraph.checkpoint.piece_sources import Fetch, PiecePlace, StatePiece, Tier, fetch_plan
+from hydragraph.checkpoint.save_and_load import BUFFERS
 from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Channel, Groups
@@ -55,12 +57,14 @@ def recover(
     groups: Groups,
     chunk: int = CHUNK,
     least: int | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> Recovered | None:
     """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
 
     Args:
         chunk: bytes that all ranks together read ahead or exchange at a time.
         least: earliest step to accept; if all complete checkpoints are older, return None.
+        buffers: as for `save_and_load.load`.
 
     Raises:
         ValueError: on all ranks, if no checkpoint is complete and `least` is None; the message describes the newest
@@ -70,7 +74,7 @@ def recover(
         unreadable_before = len(pieces.unreadable)
         try:
             newest = _newest(pieces, home, groups, least)
-            return None if newest is None else _read(pieces, newest, buckets, home, groups, chunk)
+            return None if newest is None else _read(pieces, newest, buckets, home, groups, chunk, buffers)
         except ValueError as error:  # every rank raises this error
             if not any(groups.gather(len(pieces.unreadable) > unreadable_before)):
                 raise
@@ -105,11 +109,20 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
 
 
 def _read(
-    pieces: Pieces, found: _Found, buckets: Sequence[Bucket], home: HomeState, groups: Groups, chunk: int
+    pieces: Pieces,
+    found: _Found,
+    buckets: Sequence[Bucket],
+    home: HomeState,
+    groups: Groups,
+    chunk: int,
+    buffers: Mapping[str, Tensor] | None,
 ) -> Recovered:
     began = time.perf_counter()
     kept, plan = found.kept, found.plan
     common = _common(pieces, found, groups)
+    if buffers is not None:
+        where = f"checkpoint pieces of step {kept.step}"
+        together(groups, _WHAT, lambda: check_buffers(where, common[BUFFERS], buffers))
     columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
     state = OwnedState.empty(home, columns)
     reading = _PieceReader(pieces, kept, {bucket.name: bucket for bucket in buckets}, columns, state)

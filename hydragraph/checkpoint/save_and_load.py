@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,7 +31,14 @@ from hydragraph.checkpoint.dcp_planners import ShardedLoad, ShardedSave
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.checkpoint.extra_entry import decoded, encoded, packed
 from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, written_files
-from hydragraph.checkpoint.manifest import FORMAT, CheckpointManifest, check_files, check_model, read_manifest
+from hydragraph.checkpoint.manifest import (
+    FORMAT,
+    CheckpointManifest,
+    check_buffers,
+    check_files,
+    check_model,
+    read_manifest,
+)
 from hydragraph.checkpoint.metadata import Reader
 from hydragraph.checkpoint.optimizer_state import (
     Plain,
@@ -149,12 +157,19 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
         raise
 
 
-def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
+def load(
+    path: PathLike,
+    home: HomeState,
+    optimizer: torch.optim.Optimizer | None,
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
     """Load a checkpoint into weights and optimizer; files are checked before any state changes.
 
     Args:
         path: a directory shared by all ranks, or copied to every host.
         optimizer: None loads only weights.
+        buffers: the model's persistent buffers, which saved buffers must match; None: any.
 
     Returns:
         The saved `extra`, on every rank.
@@ -171,23 +186,30 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     reader = Reader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)
     states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
-    contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b"", **sharded_weights(home)}
+    entry = together_own(groups, what, lambda: _read_entry(reader))
+    extra: dict[str, Any] = entry["extra"]
+    if buffers is not None:
+        together(groups, what, lambda: check_buffers(f"checkpoint {path}", extra.get(BUFFERS), buffers))
+    contents: dict[str, OwnedBoxes | bytes] = {**sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
     together(groups, what, lambda: read_entries(contents, reader))
-    entry = decoded(cast(bytes, contents[ENTRY]))
     if optimizer is not None:
         plain = Plain(**entry["optimizer"])
         together(groups, what, lambda: restore(f"checkpoint {path}", home, optimizer, plain, states))
-    extra: dict[str, Any] = entry["extra"]
     return extra
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
-    read_entries(contents, Reader(path, read_manifest(path).files))
-    extra: dict[str, Any] = decoded(cast(bytes, contents[ENTRY]))["extra"]
+    extra: dict[str, Any] = _read_entry(Reader(path, read_manifest(path).files))["extra"]
     return extra
+
+
+def _read_entry(reader: Reader) -> dict[str, Any]:
+    contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
+    read_entries(contents, reader)
+    entry: dict[str, Any] = decoded(cast(bytes, contents[ENTRY]))
+    return entry
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:

@@ -408,7 +408,7 @@ class Executable(Membership):
         """
         self._session.saver.wait()
         self._stop_handover()
-        brought = read(self._session, path)
+        brought = read(self._session, path, persistent_buffers(self._compiled, self._session))
         self._holding.loaded()
         self._take_buffers(brought)
         return dict(brought.extra)

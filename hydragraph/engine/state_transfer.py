@@ -149,7 +149,7 @@ def bring(
     kinds = {name: kinds for name, kinds in agreed_columns(columns).items() if name in names}
     route = Route(moving, source, session.home.layouts, kinds)
     if route.lost:
-        return _read(session, route, restore, meeting.leader is None)
+        return _read(session, route, restore, meeting.leader is None, buffers)
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
@@ -161,7 +161,9 @@ def bring(
     return Brought(False, received, buffers=told_buffers[meeting.leader or 0])
 
 
-def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
+def _read(
+    session: Session, route: Route, restore: Restore | None, nobody: bool, buffers: Mapping[str, Tensor]
+) -> Brought:
     """Read the complete state, because surviving parts belong to a later step than the checkpoint."""
     if restore is None and nobody:
         raise ValueError(
@@ -178,11 +180,14 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
             f"{len(route.lost)} of {len(route.buckets)} buckets are incomplete): use copies=2 in the home, or give a "
             "checkpoint with restore="
         )
-    return read(session, restore)
+    return read(session, restore, buffers)
 
 
-def read(session: Session, restore: Restore) -> Brought:
+def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> Brought:
     """Read the complete state from a checkpoint; all ranks must call this.
+
+    Args:
+        buffers: as for `bring`.
 
     Raises:
         Damaged, ValueError: as for `save_and_load.load`, or no location has a complete checkpoint in pieces; raised on
@@ -195,14 +200,13 @@ def read(session: Session, restore: Restore) -> Brought:
         least = None
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
-        recovered = recover(pieces, session.program.buckets, session.home, groups, least=least)
+        recovered = recover(pieces, session.program.buckets, session.home, groups, least=least, buffers=buffers)
         pieces.last = None  # the next pieces begin another series
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "recover returns None only if a path is given"
-    saved = save_and_load.load(path, session.home, session.optimizer, groups)
+    saved = save_and_load.load(path, session.home, session.optimizer, groups, buffers)
     session.log.restored(int(saved["steps"]))
-    # Earlier versions wrote no buffers.
     return Brought(True, 0, saved["user"], saved.get(save_and_load.BUFFERS, {}))
 
 

@@ -63,3 +63,22 @@ def test_persistent_buffers_are_saved_and_read_back(tmp_path: Path) -> None:
     again.load(tmp_path / "saved")
     for key, tensor in again.full_state_dict().items():
         torch.testing.assert_close(tensor, state[key], rtol=0, atol=0, msg=key)
+
+
+def test_a_checkpoint_with_other_buffers_changes_nothing(tmp_path: Path) -> None:
+    exe = hg.compile(Scaled(4.5), "<tp1,pp1>", check="off", backend="eager")
+    exe.save(tmp_path / "saved")
+    pieces = hg.Pieces(memory=False, disk=tmp_path / "pieces")
+    exe.keep(pieces)
+    pieces.wait()
+    exe.close()
+    other = Scaled(4.5)
+    other.scale = other.scale[None]  # a shape to which the saved buffer would be broadcast
+    again = hg.compile(other, "<tp1,pp1>", check="off", backend="eager")
+    before = again.full_state_dict()
+    for source in (tmp_path / "saved", hg.Pieces(memory=False, disk=tmp_path / "pieces")):
+        with pytest.raises(ValueError, match=r"scale is \[\] in the checkpoint and \[1\] in the model: load it into"):
+            again.load(source)
+    after = again.full_state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    again.close()
