@@ -260,7 +260,7 @@ class Executable(Membership):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return `model.state_dict()` as full CPU tensors on rank 0 ({} elsewhere); all ranks must call this.
 
-        The dict includes tied aliases and persistent buffers. Parameters are the fp32 master weights.
+        The dict includes tied aliases and persistent buffers, not extra state. Parameters are the fp32 master weights.
         """
         self._holding.begin()
         return state_dict(self._compiled, self._session)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.engine.compiled_model import weights_hash
+from hydragraph.engine.compiled_model import tensor_names, weights_hash
 from tests.models import captured, llama, sequences
 from tests.own_models import Own, small
 from tests.thorough import thorough
@@ -92,6 +92,22 @@ def test_a_model_on_a_gpu_is_compiled() -> None:
     wanted = weights_hash(model)
     model.out.weight = nn.Parameter(model.out.weight.detach().as_subclass(OnGpu))
     assert weights_hash(model) == wanted
+
+
+class Noted(nn.Embedding):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"note": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"note": 3}
+
+
+def test_extra_state_is_left_out() -> None:
+    model = small()
+    model.tokens.__class__ = Noted
+    model.register_buffer("tied", model.norm.weight.detach())
+    model.register_buffer("also", model.get_buffer("tied"))
+    assert model.state_dict().keys() - tensor_names(model).keys() == {"tokens._extra_state"}
 
 
 class Smoothed(nn.Module):

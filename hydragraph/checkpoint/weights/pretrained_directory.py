@@ -54,7 +54,7 @@ class Shell:
         if is_peft(model):
             model = _merged(model, state)
         else:
-            model.load_state_dict(dict(state), assign=True)
+            model.load_state_dict({**model.state_dict(), **state}, assign=True)
             model.tie_weights()
         if dtype != torch.float32:
             _round(model, dtype)
