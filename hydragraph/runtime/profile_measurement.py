@@ -273,7 +273,7 @@ def device_memories(groups: Groups) -> list[float]:
     reserved = 0
     device = groups.world.device
     if device.type == "cuda":
-        here = f"{here} {device}"
+        here = str(torch.cuda.get_device_properties(device).uuid)
         free = torch.cuda.mem_get_info(device)[0]
         reserved = torch.cuda.memory_reserved(device)
     return [USABLE * share for share in memory_shares(groups.gather((here, free, reserved)))]

@@ -7,10 +7,12 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median, stdev
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 import hydragraph as hg
@@ -28,11 +30,13 @@ from hydragraph.runtime.link_measurement import SIZES
 from hydragraph.runtime.profile_measurement import (
     CHAIN,
     PRECISE,
+    USABLE,
     DevicePlace,
     MeasuredModel,
     MeasureSettings,
     _Bench,
     _Timing,
+    device_memories,
     measure,
     memory_shares,
     stages_measured_at_once,
@@ -156,6 +160,23 @@ def test_micro_batches_divide_for_sequence_parallelism() -> None:
 )
 def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], share: float) -> None:
     assert min(memory_shares(found)) == share
+
+
+def test_ranks_split_a_gpus_memory_only_if_it_is_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process may see only its own GPU, as cuda:0."""
+    uuids = iter("abb")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(uuids)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    reports: list[object] = []
+
+    def gather(report: object) -> list[object]:
+        reports.append(report)
+        return reports
+
+    groups: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda:0")), gather=gather)
+    found = [device_memories(groups) for _ in range(3)]
+    assert found[-1] == [USABLE * memory for memory in (80, 40, 40)]
 
 
 def timing(*seconds: float) -> _Timing:
