@@ -61,7 +61,7 @@ class Monitor:
         self._core = Estimator(
             sensitivity, CROWDED, {rank: straggler.core for rank, straggler in slow_ranks if straggler.core > 1}
         )
-        self._strategy: Strategy | None = None
+        self._ran: set[Strategy] = set()
         self._probed: dict[int, float] = {}
         self.corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
@@ -91,8 +91,8 @@ class Monitor:
         Raises:
             Unsupported: the costs are for another model.
         """
-        first_time = strategy != self._strategy
-        self._strategy = strategy
+        first_time = strategy not in self._ran
+        self._ran.add(strategy)
         if any(len(times.own) != len(self._templates) for times in ranks):
             raise Unsupported(
                 f"the profile has {len(self._templates)} kinds of blocks, but the model has {len(ranks[0].own)}",

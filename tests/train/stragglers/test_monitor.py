@@ -17,6 +17,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.train.stragglers.monitor import Monitor, predict
+from hydragraph.train.stragglers.rate_estimator import Change
 from tests.models import llama
 
 LAYERS = 2
@@ -72,6 +73,16 @@ def test_a_long_sequence_is_no_straggler_and_a_stopped_device_is_one() -> None:
     assert monitor.health.rates == {1: pytest.approx(2.57, rel=1e-6)}
     assert observed(monitor, range(23, 27), {}) == [1]
     assert monitor.health.rates == {}
+
+
+def test_ranks_are_observed_while_strategies_alternate() -> None:
+    monitor = Monitor(costs())
+    other = hg.Strategy.parse("<[0]x2> + <[2]x2>", layers=LAYERS)
+    named: list[Change] = []
+    for step in range(46):
+        reported = times(step, {2: 2.57} if step >= 40 else {})
+        named += monitor.observe(other if step % 2 else STRATEGY, assignment(step), reported)
+    assert [change.rank for change in named] == [2]
 
 
 def test_blocks_that_take_other_times_than_predicted_correct_the_costs() -> None:
