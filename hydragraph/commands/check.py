@@ -26,10 +26,10 @@ from hydragraph.commands.options import (
     ProfileFile,
     Strategies,
     check_prices,
-    chosen_strategies,
     default_devices_text,
     on_planned_devices,
     verb,
+    with_strategies,
 )
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, seconds_text
@@ -115,7 +115,7 @@ def check_command(options: CheckOptions) -> None:
     known = config.plan.choose and (options.cluster is not None or options.profile is not None)
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
-    config = replace(config, strategies=chosen_strategies(options.strategies, config.strategies, ranks))
+    config = with_strategies(config, options.strategies, ranks)
     check_settings(config, ranks)
     trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)

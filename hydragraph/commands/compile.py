@@ -24,9 +24,9 @@ from hydragraph.commands.options import (
     Strategies,
     check_counts,
     chosen_home,
-    chosen_strategies,
     read_counts,
     verb,
+    with_strategies,
 )
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, counts_text, seconds_text
@@ -70,10 +70,9 @@ class CompileOptions(ConfigOptions):
     trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
 
     def load(self) -> TrainConfig:
-        config = super().load()
+        config = with_strategies(super().load(), self.strategies)
         return replace(
             config,
-            strategies=chosen_strategies(self.strategies, config.strategies),
             home=chosen_home(self.home, config.home),
             ranks=self.ranks or config.ranks,
             backend=self.backend or config.backend,

@@ -223,3 +223,9 @@ def chosen_strategies(
         err=True,
     )
     return (f"{ranks}*<tp1,pp1>",)
+
+
+def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int | None = None) -> TrainConfig:
+    """Return the config with `chosen_strategies`, and without re-planning, which may need "auto"."""
+    strategies = chosen_strategies(named, config.strategies, ranks)
+    return replace(config, strategies=strategies, elastic=replace(config.elastic, replan=None, dry_run=False))

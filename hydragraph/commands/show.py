@@ -16,9 +16,9 @@ from hydragraph.commands.options import (
     MicroBatches,
     Set,
     check_counts,
-    chosen_strategies,
     read_counts,
     verb,
+    with_strategies,
 )
 from hydragraph.train.config import TrainConfig
 
@@ -206,8 +206,7 @@ def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
     from hydragraph.commands.compile import compile_quietly
 
     diff = options.diff
-    strategies = chosen_strategies(options.strategies, config.strategies, config.ranks)
-    config = replace(config, strategies=strategies, backend="eager")
+    config = replace(with_strategies(config, options.strategies, config.ranks), backend="eager")
     if diff is not None and not Path(diff).is_dir() and diff not in config.strategies:
         config = replace(config, strategies=(*config.strategies, diff))
     config.home.check(config.ranks)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hydragraph.commands.launch_process import on_ranks, quieten
-from hydragraph.commands.options import ConfigOptions, HomeText, Strategies, chosen_home, chosen_strategies, verb
+from hydragraph.commands.options import ConfigOptions, HomeText, Strategies, chosen_home, verb, with_strategies
 from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
@@ -33,9 +33,8 @@ def verify_command(options: VerifyOptions) -> None:
     The exit code is 1 if an error exceeds its tolerance.
     """
     config = options.load()
-    texts = chosen_strategies(options.strategies, config.strategies, config.ranks)
-    home = chosen_home(options.home, config.home)
-    config = replace(config, strategies=texts, home=home, device="cpu", dtype="float32")
+    config = with_strategies(config, options.strategies, config.ranks)
+    config = replace(config, home=chosen_home(options.home, config.home), device="cpu", dtype="float32")
     rows = on_ranks(config.ranks, verify_rank, config)
     if rows:
         _print_rows(rows)

@@ -100,7 +100,7 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
 
 
 def test_of_auto_plain_data_parallelism_is_checked(tmp_path: Path) -> None:
-    done = run("check", write(tmp_path, strategies="auto", ranks=2))
+    done = run("check", write(tmp_path, strategies="auto", ranks=2, elastic={"replan": True}))
     assert done.exit_code == 0, done.output
     assert "'strategies: auto' is resolved only when training starts" in done.stderr
     assert "2*<tp1,pp1>" in done.stdout

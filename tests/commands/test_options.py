@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from hydragraph.commands.check import CheckOptions
-from hydragraph.commands.options import check_written, chosen_strategies, on_planned_devices, read_counts
+from hydragraph.commands.compile import CompileOptions
+from hydragraph.commands.options import (
+    check_written,
+    chosen_strategies,
+    on_planned_devices,
+    read_counts,
+    with_strategies,
+)
 from hydragraph.train.config import TrainConfig
 from tests.commands.tiny import write
 
@@ -45,6 +52,14 @@ def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_ranks(
         chosen_strategies(["auto"], ["<tp1>"], 2)
     assert chosen_strategies(None, ["auto"], 2) == ("2*<tp1,pp1>",)
     assert "this command uses plain data parallelism instead" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("elastic", [{"replan": True}, {"dry_run": True}])
+def test_strategies_replace_auto_in_a_config_that_replans(tmp_path: Path, elastic: dict[str, bool]) -> None:
+    path = write(tmp_path, strategies="auto", ranks=2, elastic=elastic)
+    assert with_strategies(TrainConfig.load(path), None, 2).strategies == ("2*<tp1,pp1>",)
+    options = CompileOptions(config=path, strategies=["<tp1>"], output=tmp_path / "compiled")
+    assert options.load().strategies == ("<tp1>",)
 
 
 def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Path) -> None:
