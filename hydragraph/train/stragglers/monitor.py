@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median_high
 
 from hydragraph.cost.corrections import COMPUTING, Corrections
 from hydragraph.cost.costs import Costs
@@ -127,7 +127,7 @@ class Monitor:
             type_ = self._costs.cluster.type_of(rank)
             peers = [p for r, p in self._probed.items() if self._costs.cluster.type_of(r) == type_]
             if times.probe > 0 and peers:
-                slowdowns[rank] = median_low(peers) / times.probe
+                slowdowns[rank] = median_high(peers) / times.probe
         return slowdowns
 
 

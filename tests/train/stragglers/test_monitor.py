@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.train.stragglers.monitor import Monitor, predict
 from hydragraph.train.stragglers.rate_estimator import Change
+from hydragraph.train.stragglers.straggler_state import Slow
 from tests.models import llama
 
 LAYERS = 2
@@ -109,6 +111,17 @@ def test_an_idle_rank_is_known_by_its_probes() -> None:
     assert observed(monitor, range(12, 15), {3: 5.42}) == [3]
     assert monitor.health.rates == {3: pytest.approx(5.42, rel=1e-6)}
     assert observed(monitor, range(15, 19), {}) == [3]
+
+
+def test_an_idle_rank_that_was_slow_at_its_first_probe_has_not_recovered() -> None:
+    monitor = Monitor(costs(), slow={3: Slow(5.42)})
+    reported = times(0, {})
+    healthy, slow = reported[0], replace(reported[3], probe=1000 / 5.42)
+    monitor.baseline([healthy, healthy, slow, slow])
+    changed: list[Change] = []
+    for step in range(24):
+        changed += monitor.observe(STRATEGY, assignment(step), [*times(step, {})[:3], slow])
+    assert changed == []
 
 
 def test_the_core_of_an_idle_rank_is_known_by_its_probes_too() -> None:
