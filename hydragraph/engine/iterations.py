@@ -67,12 +67,12 @@ class IterationRunner(CollectiveCalls):
         self._communications = 0
         self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._probe = SpeedProbe(world.device)
-        self._lasted: float | None = None  # duration of the last step in seconds
         self._begin_era()
 
     def _begin_era(self) -> None:
         self._running: _Running | None = None
         self._recent: tuple[Strategy, ...] = ()
+        self._lasted: float | None = None  # duration of the last step in seconds
         self._prepared: set[tuple[Strategy, Purpose]] = set()  # prepared by every rank
 
     @property

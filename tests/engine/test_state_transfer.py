@@ -19,7 +19,7 @@ from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.train.stragglers.reshard_plan import received, stages
 from tests.checkpoint.test_standalone_reader import Scaled
 from tests.generations import regroup
-from tests.models import llama, sequences
+from tests.models import captured, llama, sequences
 from tests.ready import Ready
 from tests.thorough import first, thorough
 
@@ -414,3 +414,16 @@ def joined_with_another_buffer() -> float:
 
 def test_a_joining_rank_gets_persistent_buffers() -> None:
     assert hg.launch(joined_with_another_buffer, 2, timeout=LIMIT) == [4.5, 4.5]
+
+
+def test_ranks_are_probed_in_the_first_step_after_a_move() -> None:
+    """A rank that leads from then on knows no earlier probes."""
+    program, model = captured("llama")
+    exe = hg.compile(model, "<tp1,pp1>", adamw, device="cpu", program=program, check="off")
+    exe.watched = True
+    probed = []
+    for _ in range(2):
+        probed += [exe.step(sequences([9, 14])).ranks[0].probe > 0 for _ in range(2)]
+        exe.move(exe.world, hg.Home(), [0])
+    exe.close()
+    assert probed == [True, False] * 2

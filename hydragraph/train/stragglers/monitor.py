@@ -119,7 +119,10 @@ class Monitor:
         return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
 
     def baseline(self, ranks: Sequence[RankTimes]) -> None:
-        self._probed = {rank: times.probe for rank, times in enumerate(ranks) if times.probe > 0}
+        """Record the first probe of each rank."""
+        for rank, times in enumerate(ranks):
+            if times.probe > 0:
+                self._probed.setdefault(rank, times.probe)
 
     def _idle(self, ranks: Sequence[RankTimes]) -> dict[int, float]:
         slowdowns = {}

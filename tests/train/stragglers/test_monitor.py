@@ -144,6 +144,16 @@ def test_of_ranks_that_stay_rates_and_probes_are_known() -> None:
     assert observed(after, range(23, 28), {0: 2.57, 3: 5.42}) == [3], "an idle rank, by the probe of its first step"
 
 
+def test_a_slow_rank_is_compared_with_the_first_probes() -> None:
+    monitor = Monitor(costs())
+    observed(monitor, range(20), {})
+    observed(monitor, range(20, 23), {3: 5.42})
+    after = monitor.among(costs(), {0: 0, 2: 1, 3: 3})
+    slow = dict.fromkeys(range(4), 5.42)
+    after.baseline(times(0, slow))
+    assert observed(after, range(1, 12), {3: 5.42}) == []
+
+
 def test_costs_of_another_model_are_refused() -> None:
     other = hg.capture(torch.nn.ModuleDict({"m": llama(layers=3)})["m"])
     cluster = default_cluster(4)
