@@ -181,7 +181,7 @@ class Controller:
         events = []
         # Decide only after a step time has been measured.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
-        if answer is not None:
+        if answer is not None and {*self._asked_for} == {*self.health}:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
                 return []  # the event is reported when all ranks have switched

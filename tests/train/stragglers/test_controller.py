@@ -233,6 +233,20 @@ def test_rates_that_change_again_come_before_a_better_plan_for_the_old_ones() ->
     ]
 
 
+def test_a_plan_for_a_rank_that_has_recovered_meanwhile_is_not_taken() -> None:
+    planner = Answering()
+    planner._better = answering(4.0, 4.0, to=RUNNING)
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched)
+    events = run(controller, monitor, {10: 2.57}, 11)
+    monitor.becomes(1, 1.0)
+    report: Any = Step(12, 3.0)
+    events += controller.stepped(report)
+    assert [event.event for event in events] == ["straggler", "recovered"]
+    assert not switched
+    assert [each.health for each in planner.asked] == [Health({1: 2.57}), Health()]
+
+
 @pytest.mark.parametrize(
     ("planner", "why"),
     [
