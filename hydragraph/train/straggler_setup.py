@@ -92,6 +92,7 @@ def controller_of(
             refused=lambda: executor.change_refused,
             sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
             hurried=hurried,
+            streaming=executor.may_stream,
             planned_for=late.planned(monitor.health) if hurried else Health(),
             late=late,
         ),

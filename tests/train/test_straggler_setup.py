@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from hydragraph.engine.candidate_strategies import Planning
+from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
@@ -25,6 +28,27 @@ def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_p
     costs = controller.monitor._costs
     assert [costs.cluster.type_of(rank) for rank in range(costs.ranks)] == ["fast", "slow", "slow"]
     assert costs.home.copies == 2
+
+
+def test_a_deterministic_run_asks_for_plans_that_do_not_stream(tmp_path: Path) -> None:
+    costs = priced.costs(4, priced.mixed())
+    program: Any = SimpleNamespace(buckets=costs.buckets)
+    executor: Any = SimpleNamespace(
+        profile=costs,
+        owners=Home(),
+        program=program,
+        strategies=(),
+        request=None,
+        may_stream=False,
+        planning=Planning(),
+    )
+    given = from_record(TrainConfig, {**settings(tmp_path), "strategies": "auto"})
+    with mock.patch("hydragraph.train.straggler_setup.Replanner") as planner:
+        controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # type: ignore[arg-type]
+    planner.return_value.start.assert_called_once()
+    assert controller._replanning is not None
+    assert not controller._replanning.streaming
+    assert not controller._question(controller._replanning, Health(), at_once=False).streaming
 
 
 def test_state_follows_chosen_strategies_by_measured_costs_without_a_monitor(tmp_path: Path) -> None:

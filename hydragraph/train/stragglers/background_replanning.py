@@ -40,6 +40,7 @@ class ReplanQuestion:
         profile, cluster, home: the run's values, for healthy ranks.
         deadline_s: time limit of the search, or None for a deterministic result without limit.
         at_once: whether to answer quickly, from an estimate on one mini-batch.
+        streaming: whether stages may stream.
     """
 
     profile: Profile
@@ -53,6 +54,7 @@ class ReplanQuestion:
     policy: Policy
     deadline_s: float | None = DEADLINE_S
     at_once: bool = False
+    streaming: bool = True
     corrections: Corrections = field(default_factory=Corrections)
 
 
@@ -131,6 +133,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
             method="auto" if several else "straggler",
             running=question.running[0],
             deadline_s=question.deadline_s,
+            streaming=question.streaming,
         )
         strategies = planned.strategies
     except Unsupported as error:

@@ -60,6 +60,7 @@ class Replanning:
     refused: Callable[[], str] = lambda: ""
     sample: tuple[tuple[int, ...], ...] = ()
     hurried: bool = False
+    streaming: bool = True
     planned_for: Health = field(default_factory=Health)
     late: Lateness = field(default_factory=Lateness)
 
@@ -245,6 +246,7 @@ class Controller:
             given.request,
             given.policy,
             at_once=at_once,
+            streaming=given.streaming,
             corrections=given.costs.corrections,
         )
 

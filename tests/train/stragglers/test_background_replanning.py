@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ import hydragraph as hg
 from hydragraph.cost.corrections import COMPUTING, Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.errors import Unsupported
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.assignment import Assignment
@@ -78,6 +80,15 @@ def test_a_strategy_that_names_a_lost_rank_cannot_go_on() -> None:
     assert found.before_s == float("inf")
     assert found.strategies
     assert all(1 not in s.devices for s in found.strategies)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_run_that_cannot_stream_gets_no_plan_that_streams(streaming: bool) -> None:
+    with mock.patch(
+        "hydragraph.planner.plan.plan", side_effect=Unsupported("nothing fits", where="", remedy="")
+    ) as planned:
+        replan(replace(question(Health()), streaming=streaming))
+    assert planned.call_args.kwargs["streaming"] is streaming
 
 
 @thorough
