@@ -224,7 +224,8 @@ def _longest(program: Program, found: Discovered, planning: Planning) -> int:
     slowest = min(report.flops_per_s for report in found.reports)
     block = max(bucket.size for bucket in program.buckets)
     affordable = int(BLOCK_S * slowest / (6 * block))
-    return max(sequence, LEAST_TOKENS, min(4 * hidden_size(program), affordable))
+    rounded = 1 << max(0, affordable.bit_length() - 1)  # profiles are cached by this length, and speeds vary
+    return max(sequence, LEAST_TOKENS, min(4 * hidden_size(program), rounded))
 
 
 def _degrees(program: Program, most: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -223,6 +224,19 @@ def test_a_profile_without_all_fits_is_kept_only_if_another_would_fail_too(
         subject = Subject.of(program, initial_buffers(model), "eager", hg.Home())
         plan_automatically(subject, join("cpu"), Planning(lengths=LENGTHS), preplanned=False)
     assert any(tmp_path.iterdir()) == kept
+
+
+def test_the_longest_measured_micro_batch_is_the_same_for_speeds_that_differ_little() -> None:
+    program, _ = captured("llama")
+    block = max(bucket.size for bucket in program.buckets)
+    planning = Planning(lengths=[[64]])
+    with mock.patch.multiple(automatic_plan, LEAST_TOKENS=16, hidden_size=lambda _: 8192):
+        found: list[Any] = [
+            SimpleNamespace(reports=[SimpleNamespace(flops_per_s=6.0 * block * tokens)])
+            for tokens in (0, 2100, 2900, 4000, 4100, 10**6)
+        ]
+        lengths = [automatic_plan._longest(program, each, planning) for each in found]
+    assert lengths == [64, 2048, 2048, 2048, 4096, 32768]
 
 
 @thorough
