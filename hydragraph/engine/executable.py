@@ -139,6 +139,11 @@ class Executable(Membership):
         return self._chooser.changing
 
     @property
+    def static(self) -> int | None:
+        """On rank 0, the index of the strategy for all mini-batches, if there is one."""
+        return self._chooser.static
+
+    @property
     def change_refused(self) -> str:
         """On rank 0, why the strategies last passed to `choose_from` cannot run, or ""."""
         return self._chooser.refused

@@ -44,7 +44,7 @@ class IterationPlanner:
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
         self._request = request
         self._policy = policy
-        self._static = static
+        self.static = static
         self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
         self._last = static or 0
@@ -70,15 +70,15 @@ class IterationPlanner:
                 self._service.take(key, 0.0)  # discards a plan announced before a change
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
-            return self._planned(answer(self._chosen, key), began, self._static)
+            return self._planned(answer(self._chosen, key), began, self.static)
         starting = self._hurries and not self._service.answered
         planned = self._service.take(key, 0.0 if starting else self._policy.patience_s)
-        return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
+        return self._planned(planned, began, self.static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
         """Use other candidates or costs, even for announced mini-batches."""
         self._request = request
-        self._static = static
+        self.static = static
         self._chosen = request if static is None else request.only(static)
         self._last = static or 0
         if self._service is not None:
@@ -104,9 +104,7 @@ class IterationPlanner:
 
     def _static_takes(self, lengths: Sequence[int]) -> bool:
         return (
-            self._static is None
-            or self._request.guessed
-            or self._request.reach(self._static) >= max(lengths, default=0)
+            self.static is None or self._request.guessed or self._request.reach(self.static) >= max(lengths, default=0)
         )
 
     def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:

@@ -80,6 +80,10 @@ class Chooser:
     def plans(self) -> bool:
         return self._planner is not None
 
+    @property
+    def static(self) -> int | None:
+        return None if self._planner is None else self._planner.static
+
     def announce(self, lengths: tuple[int, ...]) -> None:
         if self._planner is not None:
             self._planner.announce(lengths)

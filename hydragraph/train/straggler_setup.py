@@ -93,6 +93,7 @@ def controller_of(
             sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
             hurried=hurried,
             streaming=executor.may_stream,
+            static=executor.static,
             planned_for=late.planned(monitor.health) if hurried else Health(),
             late=late,
         ),

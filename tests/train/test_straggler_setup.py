@@ -40,6 +40,7 @@ def test_a_deterministic_run_asks_for_plans_that_do_not_stream(tmp_path: Path) -
         strategies=(),
         request=None,
         may_stream=False,
+        static=None,
         planning=Planning(),
     )
     given = from_record(TrainConfig, {**settings(tmp_path), "strategies": "auto"})

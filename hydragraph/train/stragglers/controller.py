@@ -61,6 +61,7 @@ class Replanning:
     sample: tuple[tuple[int, ...], ...] = ()
     hurried: bool = False
     streaming: bool = True
+    static: int | None = None
     planned_for: Health = field(default_factory=Health)
     late: Lateness = field(default_factory=Lateness)
 
@@ -101,6 +102,9 @@ class Controller:
         self._rehearsing = replanning is not None
         if replanning is not None:
             self._strategies = replanning.strategies
+            if (only := replanning.static) is not None:
+                running, request = (replanning.strategies[only],), replanning.request.only(only)
+                self._replanning = replace(replanning, strategies=running, request=request)
             self._cost_s = COST_S
             self._lengths.extend(replanning.sample)
             self._at_once = replanning.hurried

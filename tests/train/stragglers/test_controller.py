@@ -173,6 +173,18 @@ def test_steps_that_take_other_times_than_expected_lead_to_the_best_plan_by_meas
     assert not Controller(monitor).correct(), "ranks are only watched"  # type: ignore[arg-type]
 
 
+def test_of_a_static_choice_only_the_strategy_in_use_counts_as_running() -> None:
+    planner: Any = Answering()
+    both = request(OTHER, RUNNING)
+    given = Replanning(
+        Costs(PROFILE, CLUSTER), (OTHER, RUNNING), both, Policy(), planner, None, STEPS, sample=((50,),), static=1
+    )
+    monitor: Any = Given()
+    run(Controller(monitor, given), monitor, {10: 2.57}, 10)
+    (asked,) = planner.asked
+    assert (asked.running, asked.request, asked.first) == ((RUNNING,), both.only(1), (OTHER, RUNNING))
+
+
 def test_a_dry_run_decides_and_does_nothing() -> None:
     planner = Answering()
     controller, monitor = controlled(planner, None)
