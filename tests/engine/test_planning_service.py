@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from unittest import mock
 
 import pytest
 
@@ -125,6 +126,24 @@ def test_a_late_plan_gives_the_quick_one(caplog: pytest.LogCaptureFixture) -> No
             assert all(sum(BATCHES[0][i] for i in m) <= pipeline.max_len for m in p)
     finally:
         planner.close()
+
+
+def test_equal_lengths_in_succession_are_planned_once_until_the_request_changes() -> None:
+    """As a step on pairs scores its mini-batch before it trains."""
+    planner = IterationPlanner(SETTING, Policy(workers=0))
+    with mock.patch("hydragraph.engine.step_planner.answer", side_effect=answer) as planned:
+        first = planner.plan(BATCHES[0])
+        planner._service = service = mock.Mock()
+        again = planner.plan(BATCHES[0])
+        assert (again.candidate, again.assignment, again.seconds) == (first.candidate, first.assignment, first.seconds)
+        service.submit.assert_not_called()
+        service.take.assert_called_once_with(BATCHES[0], 0.0)  # a plan that was announced holds up no other
+        planner._service = None
+        planner.change(SETTING.only(0), None)
+        planner.plan(BATCHES[0])
+        planner.plan(BATCHES[1])
+        planner.plan(BATCHES[0])
+    assert [call.args[1] for call in planned.call_args_list] == [BATCHES[i] for i in (0, 0, 1, 0)]
 
 
 def test_another_planner_takes_over_the_processes_and_forgets_what_they_were_told() -> None:
