@@ -16,6 +16,7 @@ from hydragraph.cluster.module_process import start_module
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.request import PlanRequest
@@ -56,6 +57,7 @@ class ReplanQuestion:
     at_once: bool = False
     streaming: bool = True
     corrections: Corrections = field(default_factory=Corrections)
+    push_itemsize: int = GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
     profile, cluster, corrections = inputs
-    return Costs(profile, cluster, question.health, home=question.home, corrections=corrections)
+    push = question.push_itemsize
+    return Costs(profile, cluster, question.health, home=question.home, corrections=corrections, push_itemsize=push)
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:

@@ -252,6 +252,7 @@ class Controller:
             at_once=at_once,
             streaming=given.streaming,
             corrections=given.costs.corrections,
+            push_itemsize=given.costs.push_itemsize,
         )
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> RunEvent:
