@@ -144,16 +144,19 @@ class IterationRunner(CollectiveCalls):
             session = self._session
             session.executor.probe = self._probe if trains and self._probes() else None
             session.executor.beside = self._holding.handover if trains else None
-            outcome = session.execute(
-                work,
-                purpose,
-                batch.divisor(divide_by),
-                len(batch.sequences),
-                self._update,
-                self.steps + 1,
-                self.spans if trains else None,
-                functools.partial(self._says, coming),
-            )
+            try:
+                outcome = session.execute(
+                    work,
+                    purpose,
+                    batch.divisor(divide_by),
+                    len(batch.sequences),
+                    self._update,
+                    self.steps + 1,
+                    self.spans if trains else None,
+                    functools.partial(self._says, coming),
+                )
+            finally:
+                session.executor.beside = None  # a handover refers to the executor
             self._holding.go_over()  # switch owners even without an update
         if trains:
             self._lasted = time.perf_counter() - began

@@ -144,17 +144,6 @@ class Executor:
         self._kinds = {block.name: places[block.template] for block in program.blocks}
         self._hidden = hidden_size(program)
         self._hidden_dtype = hidden_dtype(program)
-        self._run: dict[Op, Callable[[_Iteration, Instruction], None]] = {
-            Op.PULL: self._pull,
-            Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.OFFLOAD: self._offload,
-            Op.FETCH: self._fetch,
-            Op.SEND: self._send,
-            Op.RECEIVE: self._receive,
-            Op.PUSH: self._push,
-            Op.FREE: self._free,
-        }
 
     @torch.no_grad()
     def run(
@@ -224,9 +213,9 @@ class Executor:
                         update(outcome.grad_norm)
                 elif instruction.target in self._kinds and instruction.stream is Stream.COMPUTE:
                     with timing.computing(self._kinds[instruction.target], self._waited, self._scheduled):
-                        self._run[instruction.op](iteration, instruction)
+                        _RUN[instruction.op](self, iteration, instruction)
                 else:
-                    self._run[instruction.op](iteration, instruction)
+                    _RUN[instruction.op](self, iteration, instruction)
         assert outcome is not None
         return outcome
 
@@ -641,6 +630,19 @@ class Executor:
         scale = exact_sums.scale_of(of_home)
         totals[1] = exact_sums.squares(counted, scale, self._device)
         return totals, scale
+
+
+_RUN: dict[Op, Callable[[Executor, _Iteration, Instruction], None]] = {
+    Op.PULL: Executor._pull,
+    Op.FORWARD: Executor._forward,
+    Op.BACKWARD: Executor._backward,
+    Op.OFFLOAD: Executor._offload,
+    Op.FETCH: Executor._fetch,
+    Op.SEND: Executor._send,
+    Op.RECEIVE: Executor._receive,
+    Op.PUSH: Executor._push,
+    Op.FREE: Executor._free,
+}
 
 
 def laid_out(value: Tensor) -> Tensor:

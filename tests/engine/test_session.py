@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -44,6 +46,30 @@ def test_a_world_changes_under_an_executable(tmp_path: Path) -> None:
     assert moved == stayed
     for name, tensor in as_it_was.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-7)
+
+
+def test_state_that_has_moved_is_freed_without_garbage_collection() -> None:
+    ready = small_llama()
+    exe = ready.executable("<[0]x2>", lambda named: torch.optim.AdamW(named, lr=1e-2))
+    exe.step(batch(0))
+    freed = []
+    gc.collect()
+    gc.disable()
+    try:
+        for beside in (False, True):
+            session = exe._session
+            earlier = [weakref.ref(session), weakref.ref(session.executor), weakref.ref(session.preparer)]
+            del session
+            if beside:
+                exe.rehome(hg.Home())
+                exe.step(batch(1))
+            else:
+                exe.move(exe.world, hg.Home(), [0])
+            freed.append([reference() is None for reference in earlier])
+    finally:
+        gc.enable()
+    exe.close()
+    assert freed == [[True] * 3] * 2
 
 
 def slow_on_one(ready: Ready) -> hg.StepReport:
