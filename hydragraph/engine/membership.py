@@ -178,6 +178,8 @@ class Membership(IterationRunner):
                 _LOG.info("the handover of state during training did not complete: %s", failure)
         for groups in self._holding.groups:
             groups.close()
+        if self._holding.held is not None:
+            self._holding.held.executor.drop_buffers()
 
     def move(
         self,

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +44,8 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
+
+_FREE_S = 1.0  # usual time to free a failed step's tensors
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ def meet_again(
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
         exe.leave()
+        _free_frames(failure)
         member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
@@ -228,6 +233,22 @@ def _move(
             raise
         _LOG.warning("a DAMAGED checkpoint was renamed: %s; trying an earlier one", error)
         raise _SetAside from error
+
+
+def _free_frames(failure: BaseException | None) -> None:
+    """Free the failed step's tensors, which the error's traceback holds."""
+
+    def free() -> None:
+        errors = [failure]
+        for error in errors:
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)
+                errors += [e for e in (error.__cause__, error.__context__) if not any(e is known for known in errors)]
+
+    # In a thread, because the destructor of a gloo group may block.
+    thread = threading.Thread(target=free, name="hydragraph-free", daemon=True)
+    thread.start()
+    thread.join(_FREE_S)
 
 
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:

@@ -219,6 +219,9 @@ class Executor:
         assert outcome is not None
         return outcome
 
+    def drop_buffers(self) -> None:
+        self._buffers = Buffers(self._device, self.streams)
+
     def _waited(self) -> float:
         return self._groups.waited_s
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from hydragraph.engine.strategy_history import Past
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner.policy import Policy, static_or_dynamic
+from hydragraph.runtime.executor import _Iteration
 from tests.cost.priced import cluster, costs, mixed
 from tests.models import captured, llama, sequences
 from tests.ready import Ready
@@ -285,6 +288,37 @@ def test_too_few_ranks_end_with_a_sentence(prepared: Ready) -> None:
 def test_without_elastic_the_failure_is_raised() -> None:
     with pytest.raises(hg.RankFailure, match="rank 1 failed"):
         hg.survive(None, hg.RankFailure(1, "step", "it was killed"))  # type: ignore[arg-type]
+
+
+def test_a_failed_step_is_freed_before_the_ranks_meet(prepared: Ready) -> None:
+    exe = hg.compile(prepared.model, "<tp1,pp1>", adamw, device="cpu", program=prepared.variants.program)
+    running: list[weakref.ref[Any]] = []
+    freed: list[bool] = []
+
+    def fail(instruction: Instruction) -> None:
+        if instruction.op is Op.BACKWARD:
+            raise hg.RankFailure(0, "", "an error")
+
+    def iteration(*arguments: Any) -> object:
+        made = _Iteration(*arguments)
+        running.append(weakref.ref(made))
+        return made
+
+    def meet(failure: BaseException) -> None:
+        freed.append(running[0]() is None)
+        raise TimeoutError
+
+    exe._session.executor.before = fail
+    before = exe._session.executor._buffers
+    member = SimpleNamespace(generation=SimpleNamespace(members=[0]), meet=meet)
+    try:
+        with mock.patch("hydragraph.runtime.executor._Iteration", iteration):
+            exe.step(batch(0))
+    except hg.RankFailure as error:
+        with mock.patch("hydragraph.engine.recovery.here", return_value=member), pytest.raises(TimeoutError):
+            hg.survive(exe, error)
+    assert freed == [True]
+    assert exe._session.executor._buffers is not before
 
 
 def test_devices_of_other_types_stay_what_they_are_where_ranks_are_fewer() -> None:
