@@ -35,7 +35,7 @@ from hydragraph.cluster.processes.rendezvous_stores import client, hosted
 from hydragraph.cluster.processes.shared_preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.processes.torchrun_round import generation
-from hydragraph.cluster.rendezvous.member import meet
+from hydragraph.cluster.rendezvous.member import here, meet
 from hydragraph.cluster.supervision.coordinator import Nodes
 from hydragraph.cluster.supervision.node_agent import Deputy
 from hydragraph.cluster.supervision.supervisor import run_members
@@ -138,7 +138,9 @@ def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        device = torch.device("cuda", local_rank % gpus if device.index is None else device.index)
+        member = here()  # its local rank may change, but not its GPU
+        own = (local_rank if member is None else member.gpu) % gpus
+        device = torch.device("cuda", own if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device, local_rank
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.cluster.failure.newest_watch import newest_watch
-from hydragraph.cluster.launch import join, launch
+from hydragraph.cluster.launch import _of_this_rank, join, launch
 from hydragraph.cluster.processes.launched_ranks import Stops, answering_server, forget, outcome_of, start
 from hydragraph.cluster.processes.rank_process import Died
 from hydragraph.cluster.processes.rendezvous_stores import hosted
@@ -88,6 +88,20 @@ def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     world = join("cpu")
     assert (world.rank, world.ranks, world.backend) == (0, 1, "gloo")
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("gpu", "used"), [(None, 1), (3, 3), (9, 1)])
+def test_a_member_keeps_its_seats_gpu_although_its_local_rank_changes(
+    monkeypatch: pytest.MonkeyPatch, gpu: int | None, used: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("hydragraph.cluster.launch.here", lambda: gpu and SimpleNamespace(gpu=gpu))
+    monkeypatch.setattr("hydragraph.cluster.launch.set_cuda_environment", lambda environment: None)
+    assert _of_this_rank("cuda") == (torch.device("cuda", used), 1)
+    assert _of_this_rank("cuda:5") == (torch.device("cuda", 5), 1)
 
 
 def raise_on(culprit: int, kind: str) -> None:

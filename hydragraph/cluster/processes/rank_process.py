@@ -43,6 +43,7 @@ class Seat:
     Attributes:
         node: index of the machine.
         here: number of ranks on this machine; 0 means all ranks.
+        local: number of the seat within its machine; None means `rank`.
     """
 
     rank: int
@@ -53,6 +54,11 @@ class Seat:
     host: str = HOST
     node: int = 0
     here: int = 0
+    local: int | None = None
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank if self.local is None else self.local
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def run_member(
         _allow_many_files()
         kept = os.environ.get(KEPT)
         store = partial(client, seat.host, seat.port)
-        member = Member(number, store, grace_s, kept if follows(kept) else None, seat.ranks)
+        member = Member(number, store, grace_s, kept if follows(kept) else None, seat.ranks, seat.local_rank)
         member.listen_to_signals()
         member.introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
         be(member)
@@ -193,7 +199,7 @@ def _take(seat: Seat) -> None:
     os.environ.update(
         RANK=str(seat.rank),
         WORLD_SIZE=str(seat.ranks),
-        LOCAL_RANK=str(seat.rank),
+        LOCAL_RANK=str(seat.local_rank),
         LOCAL_WORLD_SIZE=str(seat.here or seat.ranks),
         MASTER_ADDR=seat.host,
         MASTER_PORT=str(seat.port),
@@ -209,7 +215,7 @@ def _take(seat: Seat) -> None:
 
 
 def _end_with_launcher() -> None:
-    if sys.platform == "linux":  # works even while this process is stopped
+    if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     launcher = multiprocessing.parent_process()

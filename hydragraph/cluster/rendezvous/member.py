@@ -45,6 +45,7 @@ class Member:
         grace_s: seconds after SIGTERM until this process ends, even if its state is not handed over.
         folder: private folder of the supervisor, if the store moves with the leader.
         ranks: number of ranks that the launch asks for.
+        gpu: index of this process's GPU.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Member:
         grace_s: float,
         folder: str | None = None,
         ranks: int = 1,
+        gpu: int = 0,
     ) -> None:
         self.number = number
+        self.gpu = gpu
         self.ranks = ranks
         self.generation = Generation()
         self.holds = 0

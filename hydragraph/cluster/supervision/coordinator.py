@@ -78,6 +78,10 @@ class Nodes:
         """Return the machine of a seat (rank or spare): ranks are spread evenly in order, and spares round-robin."""
         return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
 
+    def local(self, seat: int, ranks: int) -> int:
+        """Return the number of a seat within its machine; spares follow the ranks."""
+        return sum(self.of(earlier, ranks) == self.of(seat, ranks) for earlier in range(seat))
+
     def here(self, number: int, ranks: int) -> int:
         """Return the number of ranks of a machine."""
         return sum(self.of(seat, ranks) == number for seat in range(ranks))

@@ -87,7 +87,8 @@ def run_members(
         place = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
         if nodes is not None and hub is not None:
             node = nodes.of(seat, ranks)
-            place = replace(place, host=nodes.address, node=node, here=nodes.here(node, ranks))
+            place = replace(place, host=nodes.address, node=node, local=nodes.local(seat, ranks))
+            place = replace(place, here=nodes.here(node, ranks))
             if node != nodes.number:  # the deputy adds its own environment
                 order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
                 return hub.start(node, order)
@@ -266,7 +267,6 @@ class Supervisor:
         order = [*self._record.current, *sorted(returned)]
         if returned and self._fatal_at is None:
             return [returned[member].value for member in dict.fromkeys(order) if member in returned]
-        # Prefer the error that ended the work.
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
         raise_failure(at_fault or self._lost, last_fault(self._store), None)
         left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]

@@ -97,6 +97,10 @@ def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, 
     assert sum(each) == ranks
     assert max(each) - min(each) <= 1
     assert all(nodes.of(ranks + spare, ranks) == spare % count for spare in range(spares))
+    seats = range(ranks + spares)
+    for node in range(count):
+        local = [nodes.local(seat, ranks) for seat in seats if nodes.of(seat, ranks) == node]
+        assert local == list(range(len(local)))
 
 
 def test_a_launcher_that_starts_several_processes_on_a_machine_starts_ranks() -> None:
