@@ -84,6 +84,8 @@ class Saver:
 
     def _write(self, prepared: save_and_load.PendingCheckpoint, groups: Groups) -> None:
         try:
+            if self._world.device.type == "cuda":
+                torch.cuda.set_device(self._world.device)  # DCP's writer uses the thread's GPU, at first GPU 0
             with self._world.calling(prepared.what):
                 save_and_load.write(prepared, groups)
         except (ValueError, RankFailure) as error:

@@ -54,6 +54,17 @@ def failing(error: BaseException) -> Any:
 # What is written.
 
 
+def test_the_thread_uses_the_gpu_of_its_rank() -> None:
+    world = mock.MagicMock(device=torch.device("cuda", 3))
+    with (
+        mock.patch.object(torch.cuda, "set_device") as uses,
+        mock.patch.object(save_and_load, "write", side_effect=lambda *_: uses.assert_called_once_with(world.device)),
+    ):
+        saver = Saver(world, LIMIT)
+        saver._write(mock.MagicMock(), mock.MagicMock())
+    assert not saver.failed
+
+
 def save_and_go_on(folder: Path) -> tuple[Snapshot, Snapshot]:
     """Start a save, train while writing is blocked, then unblock it and load the checkpoint."""
     groups, saver = groups_and_saver()
