@@ -87,6 +87,7 @@ def profile_rank(
     from hydragraph.cluster.launch import join
     from hydragraph.frontend.meta_initialiser import initial_buffers
     from hydragraph.ir.hidden_state import hidden_size
+    from hydragraph.runtime.deterministic_sums import Deterministic
     from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
     from hydragraph.train.config_checks import read_strategies
 
@@ -101,7 +102,11 @@ def profile_rank(
     sizes = model.config
     vocabulary = int(sizes.vocab_size)  # type: ignore
     positions = getattr(sizes, "max_position_embeddings", None)
-    subject = MeasuredModel(program, initial_buffers(model), vocabulary, positions, config.backend, options.type_)
+    backend = config.backend
+    if config.deterministic:
+        backend = "eager"
+        Deterministic.begin(world.device, backend)
+    subject = MeasuredModel(program, initial_buffers(model), vocabulary, positions, backend, options.type_)
     console = Console(stderr=True)
     with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)

@@ -50,6 +50,7 @@ from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import get_ready
 from hydragraph.private.torch_modes import own_modes
+from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.home_state import check_factory
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.assignment import Assignment
@@ -206,7 +207,8 @@ def compile(
         program = _with_limits(captured.program, window, push_dtype)
         planning = Planning(_priced(profile, program, automatic, backend, world), lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
-            subject = _subject(program, source, choose_backend(backend, world.device), owners or AUTO, fewer)
+            measured_backend = _backend(backend, world.device, deterministic)
+            subject = _subject(program, source, measured_backend, owners or AUTO, fewer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         graphs = (mode_of(check), captured.library, captured.variants)
         options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
@@ -230,6 +232,13 @@ def _priced(
     variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
     blocks = CompiledBlocks(program, variants.get)
     return Costs(sheet, profile, blocks=blocks, push_itemsize=program.push_dtype.itemsize)
+
+
+def _backend(asked: str | None, device: torch.device, deterministic: bool) -> str:
+    backend = choose_backend(asked, device)
+    if deterministic:
+        Deterministic.begin(device, backend)  # before cuBLAS starts
+    return backend
 
 
 def _subject(program: Program, source: _Source, backend: str, home: Home, fewer: Sequence[int]) -> Subject:

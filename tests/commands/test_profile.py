@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from hydragraph.commands import profile as command
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.runtime import profile_measurement
+from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings
 from hydragraph.spec.stage_kind import StageKind
 from tests.train.plain import settings
@@ -63,6 +65,19 @@ def test_the_blocks_of_adapters_are_measured_and_automatic_strategies_are_left_t
     result = run(write(tmp_path, strategies="auto", adapter={"lora": {}}), "--out", tmp_path / "p.json")
     assert result.exit_code == 0, result.output
     assert [(settings.every_kind, full) for settings, full in measured] == [((StageKind(1),), False)]
+
+
+def test_a_deterministic_config_is_measured_as_it_trains(tmp_path: Path) -> None:
+    seen = []
+    with mock.patch.object(Deterministic, "begin") as begins:
+
+        def measured(subject: MeasuredModel, *_: object) -> Profile:
+            seen.append((subject.backend, begins.call_count))
+            return Profile("none", {}, {})
+
+        with mock.patch.object(profile_measurement, "measure", measured):
+            run(write(tmp_path, deterministic=True), "--out", tmp_path / "p.json")
+    assert seen == [("eager", 1)]
 
 
 def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.engine.compiled_model import tensor_names, weights_hash
+from hydragraph.runtime.deterministic_sums import Deterministic
 from tests.models import captured, llama, sequences
 from tests.own_models import Own, small
+from tests.ready import small_llama
 from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
@@ -26,6 +28,18 @@ def test_a_program_is_not_captured_again() -> None:
     wanted = hg.compile(llama(layers=2), STRATEGY)
     batch = sequences([9, 4])
     assert found.evaluate(batch).loss == wanted.evaluate(batch).loss
+
+
+def test_devices_are_measured_in_the_mode_of_a_deterministic_run() -> None:
+    with mock.patch.object(Deterministic, "begin") as begins:
+
+        def measured(*_: object, **__: object) -> None:
+            begins.assert_called_once_with(torch.device("cpu"), "eager")
+            raise TimeoutError
+
+        plan = mock.patch("hydragraph.engine.api.plan_automatically", side_effect=measured)
+        with plan, pytest.raises(TimeoutError):
+            small_llama().executable("auto", deterministic=True)
 
 
 def of_other_layers() -> nn.Module:
