@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.passes.clean import copy_of, on_device
+from hydragraph.passes.clean import copy_of, count_integers, on_device
+
+aten = torch.ops.aten
 
 if TYPE_CHECKING:
     from hydragraph.passes.differentiate import Variant
@@ -28,6 +30,8 @@ def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     constants: dict[str, Any] = {}
     for node in graph.nodes:
         on_device(node, device)
+        if node.target is aten.histc.default:
+            count_integers(node)
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(module)
             constants[str(node.target)] = constant.to(device) if isinstance(constant, Tensor) else constant

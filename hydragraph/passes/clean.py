@@ -128,6 +128,20 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(counts, delete_user_cb=lambda user: user is not counts)
 
 
+def count_integers(node: fx.Node) -> None:
+    """Undo `_count_floats`, because a GPU counts only integers deterministically."""
+    cast = operands(node)[0]
+    if cast.target is not aten._to_copy.default:
+        return
+    counted = operands(cast)[0]
+    dtype = value_of(counted).dtype
+    if not dtype.is_floating_point and all(
+        user.target is aten._to_copy.default and user.kwargs.get("dtype") == dtype for user in node.users
+    ):
+        node.args = (counted, *operands(node)[1:])
+        node.meta = {**node.meta, "val": value_of(node).to(dtype)}
+
+
 def on_device(node: fx.Node, device: torch.device) -> None:
     node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
     node.kwargs = {k: device if isinstance(value, torch.device) else value for k, value in node.kwargs.items()}

@@ -114,6 +114,18 @@ def test_tensors_that_a_forward_makes_on_no_named_device_are_refused() -> None:
         hg.capture(Custom(named=False), check="off")
 
 
+def test_a_gpu_counts_tokens_of_experts_in_deterministic_mode() -> None:
+    captured = program("mixtral", torch.bfloat16)
+    variants = Variants(captured)
+    traced = variants.get(captured.blocks[1], StagePart())
+    spec = variants.spec(captured.blocks[1], StagePart())
+    torch.use_deterministic_algorithms(True)
+    try:
+        interpret(bind(traced, GPU), spec)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_cpu_runs_graphs_as_they_were_traced() -> None:
     captured = program("llama", torch.bfloat16)
     variants = Variants(captured)
