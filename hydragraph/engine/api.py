@@ -43,8 +43,10 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.shared_programs import SharedPrograms
+from hydragraph.kernels.attention_backends import check_gpu
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.passes.graph_node import varlen
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
@@ -205,10 +207,10 @@ def compile(
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
             captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
         program = _with_limits(captured.program, window, push_dtype)
+        _check_gpus(program, world)
         planning = Planning(_priced(profile, program, automatic, backend, world), lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
-            measured_backend = _backend(backend, world.device, deterministic)
-            subject = _subject(program, source, measured_backend, owners or AUTO, fewer)
+            subject = _subject(program, source, _backend(backend, world.device, deterministic), owners or AUTO, fewer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         graphs = (mode_of(check), captured.library, captured.variants)
         options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
@@ -222,7 +224,7 @@ def compile(
 def _priced(
     profile: Profile | Costs | Cluster | None, program: Program, automatic: bool, backend: str | None, world: World
 ) -> Profile | Costs | None:
-    """Return the given costs or, for a cluster, the costs that its datasheets predict, as `hydragraph plan` does."""
+    """Return the given costs or, for a cluster, the costs that its datasheets predict."""
     if not isinstance(profile, Cluster):
         return profile
     most = max(profile.node(device.node).devices for device in profile.devices)
@@ -232,6 +234,11 @@ def _priced(
     variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
     blocks = CompiledBlocks(program, variants.get)
     return Costs(sheet, profile, blocks=blocks, push_itemsize=program.push_dtype.itemsize)
+
+
+def _check_gpus(program: Program, world: World) -> None:
+    if any(node.target is varlen for t in program.templates.values() for node in t.graph.graph.nodes):
+        _on_all(world, lambda: check_gpu(world.device))
 
 
 def _backend(asked: str | None, device: torch.device, deterministic: bool) -> str:

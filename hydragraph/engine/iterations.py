@@ -156,7 +156,7 @@ class IterationRunner(CollectiveCalls):
                     functools.partial(self._says, coming),
                 )
             finally:
-                session.executor.beside = None  # a handover refers to the executor
+                session.executor.beside = None
             self._holding.go_over()  # switch owners even without an update
         if trains:
             self._lasted = time.perf_counter() - began

@@ -45,7 +45,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-_FREE_S = 1.0  # usual time to free a failed step's tensors
+_FREE_S = 1.0
 
 
 @dataclass(frozen=True)

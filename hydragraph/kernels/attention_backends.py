@@ -28,6 +28,9 @@ from hydragraph.kernels.new_tensors import contiguous_like, wide_dtype
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
+_OLDEST = (8, 0)
+_TOO_OLD = "older than compute capability 8.0"
+
 _forced: ContextVar[str | None] = ContextVar("attention_backend", default=None)
 
 
@@ -104,6 +107,15 @@ def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Back
         where="varlen_attention",
         remedy="use attention_backend(None) to choose any backend" if name else "use bf16 on CUDA, or use the CPU",
     )
+
+
+def check_gpu(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
+        raise Unsupported(
+            f"{torch.cuda.get_device_name(device)} is {_TOO_OLD}",
+            where="varlen_attention",
+            remedy="use newer GPUs (A100, L4, RTX 30 or later), or the CPU",
+        )
 
 
 @cache
@@ -274,7 +286,7 @@ def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
 def _flash_attn() -> Any:
     try:
         return import_module("flash_attn.flash_attn_interface")
-    except ImportError as error:  # not installed, or built for another PyTorch
+    except ImportError as error:
         return f"the package cannot be imported ({error})"
 
 
@@ -285,8 +297,8 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"no kernel for {q.dtype}"
     if q.shape[2] > 256 or q.shape[2] % 8:
         return f"head size {q.shape[2]} is not a multiple of 8 up to 256"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
+    if torch.cuda.get_device_capability(q.device) < _OLDEST:
+        return f"the GPU is {_TOO_OLD}"
     return None
 
 

@@ -43,7 +43,7 @@ from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.thread_times import Scheduled, unknown
 from hydragraph.runtime.weight_views import let_go, restored
 
-_ROW = 1024  # elements of a row in `square_sum`
+_ROW = 1024
 # Stream that produces each kind of value; other kinds arrive as messages.
 _MADE_BY = {
     ValueKind.WEIGHTS: Stream.PULL,

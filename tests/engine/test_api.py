@@ -42,6 +42,12 @@ def test_devices_are_measured_in_the_mode_of_a_deterministic_run() -> None:
             small_llama().executable("auto", deterministic=True)
 
 
+def test_an_old_gpu_is_refused_before_a_step() -> None:
+    refusal = hg.Unsupported("too old", where="varlen_attention", remedy="use newer GPUs")
+    with mock.patch("hydragraph.engine.api.check_gpu", side_effect=refusal), pytest.raises(hg.Unsupported, match="old"):
+        small_llama().executable("<tp1,pp1>")
+
+
 def of_other_layers() -> nn.Module:
     return llama(layers=3)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import attention_backends
-from hydragraph.kernels.attention_backends import AttentionCall, attention_backend, choose, forced
+from hydragraph.kernels.attention_backends import AttentionCall, attention_backend, check_gpu, choose, forced
 from hydragraph.kernels.attention_settings import AttentionSettings
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
 from tests.kernels.test_varlen_attention import bounds, packed, results
@@ -91,6 +91,16 @@ def test_forcing() -> None:
         attention_backend("magic"),
     ):
         pass
+
+
+def test_a_gpu_that_is_too_old_for_every_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    check_gpu(torch.device("cuda", 0))
+    check_gpu(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(Unsupported, match=r"Tesla T4 is older than compute capability 8\.0"):
+        check_gpu(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch"])
