@@ -213,7 +213,6 @@ def _read_entry(reader: Reader) -> dict[str, Any]:
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Save with DCP, but communicate over `groups` instead of the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)

@@ -256,7 +256,6 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _write_linears(graph: fx.Graph) -> None:
-    """Replace `x @ weight.T` with a linear operator, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
         x, turned = operands(node)
         weight = operands(turned)[0] if _turns(turned) else turned

@@ -220,8 +220,6 @@ class _Triton:
 
 
 class _Loop:
-    """PyTorch's CPU kernel, called once per run of equally long sequences."""
-
     name = "loop"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
@@ -330,6 +328,5 @@ def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
 
 
 def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
-    """Invert `_heads_first`, and sum the heads of each group."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

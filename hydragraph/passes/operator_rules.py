@@ -386,7 +386,6 @@ def _padded(node: fx.Node, ndim: int) -> set[int]:
 
 
 def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Require whole operands: the largest entries may be on any rank."""
     del cuts, node
     return None
 

@@ -151,7 +151,6 @@ def run_member(
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files, because broken connections stay open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
