@@ -206,8 +206,7 @@ def compile(
         else:
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
             captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
-        program = _with_limits(captured.program, window, push_dtype)
-        _check_gpus(program, world)
+        program = _for_gpus(_with_limits(captured.program, window, push_dtype), world)
         planning = Planning(_priced(profile, program, automatic, backend, world), lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
             subject = _subject(program, source, _backend(backend, world.device, deterministic), owners or AUTO, fewer)
@@ -236,9 +235,10 @@ def _priced(
     return Costs(sheet, profile, blocks=blocks, push_itemsize=program.push_dtype.itemsize)
 
 
-def _check_gpus(program: Program, world: World) -> None:
+def _for_gpus(program: Program, world: World) -> Program:
     if any(node.target is varlen for t in program.templates.values() for node in t.graph.graph.nodes):
         _on_all(world, lambda: check_gpu(world.device))
+    return program
 
 
 def _backend(asked: str | None, device: torch.device, deterministic: bool) -> str:

@@ -47,6 +47,7 @@ class PassResult:
 
 
 def _shard(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Shard parameters and sizes for this rank, and replace annotations by collectives."""
     assert isinstance(graphs, Template)
     return shard(graphs, spec.parameters, spec.part, spec.fused_head)
 

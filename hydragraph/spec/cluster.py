@@ -343,7 +343,11 @@ class Cluster:
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
         devices = tuple(replace(device, node=numbers[device.node]) for device in same.devices)
         nodes = tuple(self.nodes[old] for old in numbers) if self.nodes else ()
-        return replace(same, devices=devices, nodes=nodes)
+        cards: dict[int, dict[int, int]] = {device.node: {} for device in devices}
+        for device, card in zip(devices, same.cards, strict=True):
+            cards[device.node].setdefault(card, len(cards[device.node]))
+        numbered = tuple(cards[device.node][card] for device, card in zip(devices, same.cards, strict=True))
+        return replace(same, devices=devices, nodes=nodes, cards=numbered)
 
     def _occupied(self) -> list[Node]:
         numbers = [device.node for device in self.devices]

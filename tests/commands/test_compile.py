@@ -86,8 +86,9 @@ def test_the_summary_names_what_is_there(compiled: tuple[Path, Path, Result]) ->
 
 
 def test_the_summary_is_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Graphs that are read from a cache took no passes: neither the disk nor this process has those of this width.
+    # Graphs that are read from a cache took no passes: neither the disk nor this process has any.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(variants, "_shared", WeakValueDictionary())
     width = ("--set", "model.config.intermediate_size=20")
     result = run("compile", write(tmp_path), *width, "--strategy", "<[0]x2>", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output

@@ -174,11 +174,12 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
 
 def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
     given = config(tmp_path, elastic={"monitor": True})
-    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home())
+    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home(), may_stream=True)
     world: Any = SimpleNamespace(ranks=4)
     watching = controller_of(given, world, executor)
     watching.monitor._device._held = {1: 2.57, 3: 5.42}
-    left: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()), owners=Home())
+    remaining = priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home())
+    left: Any = SimpleNamespace(profile=remaining, owners=Home(), may_stream=True)
     nothing: Any = None
     run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # type: ignore[arg-type]
     run = replace(run, watched=(0, 1, 5, 7))
@@ -206,6 +207,7 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
         strategies=(),
         request=None,
         planning=SimpleNamespace(lengths=()),
+        may_stream=True,
     )
     nothing: Any = None
     world: Any = SimpleNamespace(ranks=3, rank=0)
