@@ -174,12 +174,14 @@ def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
 
 def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
     given = config(tmp_path, elastic={"monitor": True})
-    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home(), may_stream=True)
+    executor: Any = SimpleNamespace(
+        profile=priced.costs(2, priced.mixed()), owners=Home(), may_stream=True, static=None
+    )
     world: Any = SimpleNamespace(ranks=4)
     watching = controller_of(given, world, executor)
     watching.monitor._device._held = {1: 2.57, 3: 5.42}
     remaining = priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home())
-    left: Any = SimpleNamespace(profile=remaining, owners=Home(), may_stream=True)
+    left: Any = SimpleNamespace(profile=remaining, owners=Home(), may_stream=True, static=None)
     nothing: Any = None
     run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # type: ignore[arg-type]
     run = replace(run, watched=(0, 1, 5, 7))
@@ -208,6 +210,7 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
         request=None,
         planning=SimpleNamespace(lengths=()),
         may_stream=True,
+        static=None,
     )
     nothing: Any = None
     world: Any = SimpleNamespace(ranks=3, rank=0)
