@@ -33,7 +33,6 @@ from hydragraph.log import doing
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.device_reports import report_devices, types_of
-from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.home import Home
 from hydragraph.spec.schedule_names import planned_schedules
@@ -204,8 +203,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
     elif groups.world.rank == 0:
         for name, key in keys.items():
-            if all(why == TOO_SMALL for why in profile.of(name).unfit.values()):
-                remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
+            remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
     return _priced(subject, profile, found), source
 
 

@@ -35,7 +35,6 @@ LINEAR = 1
 ONCE = 2
 FIRST_NEAR = 3  # first column of sums of pairs
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
-TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ def fit_profile(
     pieces = {}
     for kind, measured in found.items():
         if len(measured.rows) < measured.constants:
-            unfit[kind] = TOO_SMALL
+            unfit[kind] = "the device's memory is too small for micro-batches with enough tokens for a fit"
             continue
         whole = measured.total(blocks)
         fit = measured.fit(blocks)

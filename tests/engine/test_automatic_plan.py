@@ -20,20 +20,15 @@ import pytest
 import torch
 
 import hydragraph as hg
-from hydragraph.cluster.launch import join
 from hydragraph.cluster.rendezvous.member import comes_late, here
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine import automatic_plan, profile_cache
-from hydragraph.engine.automatic_plan import Subject, plan_automatically
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.discovery import Discovered, discover
-from hydragraph.frontend.meta_initialiser import initial_buffers
-from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -208,22 +203,6 @@ def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:
         exe = hg.compile(model, "auto", device="cpu", program=program)
     assert exe.explanation[-1] == "no lengths were given: planned for 4 sequences of 64 tokens"
     exe.close()
-
-
-@pytest.mark.parametrize(("why", "kept"), [("noise", False), (TOO_SMALL, True)])
-def test_a_profile_without_all_fits_is_kept_only_if_another_would_fail_too(
-    tmp_path: Path, why: str, kept: bool
-) -> None:
-    program, model = captured("llama")
-    unfit = {StageKind(1, recompute=True): why}
-    with (
-        mock.patch.object(profile_cache, "folder", return_value=tmp_path),
-        mock.patch.object(automatic_plan, "measure", lambda *given: replace(pretended(*given), unfit=unfit)),
-        mock.patch(REPORTS, return_value=1000.0),
-    ):
-        subject = Subject.of(program, initial_buffers(model), "eager", hg.Home())
-        plan_automatically(subject, join("cpu"), Planning(lengths=LENGTHS), preplanned=False)
-    assert any(tmp_path.iterdir()) == kept
 
 
 def test_the_longest_measured_micro_batch_is_the_same_for_speeds_that_differ_little() -> None:
