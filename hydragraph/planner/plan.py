@@ -72,7 +72,7 @@ FEW = 64
 STAGED = 2
 # Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
 NEAR = 0.005
-# No work starts after SEARCHING of the deadline. Of the time until then, FINDING is for searches.
+# No work starts after the fraction SEARCHING of the deadline; searches may use the fraction FINDING of that time.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3

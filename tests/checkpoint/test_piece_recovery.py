@@ -157,7 +157,7 @@ def test_damaged_pieces_are_replaced_by_other_copies_or_an_earlier_step(tmp_path
 
 
 class Unreachable(MemoryShelf):
-    """Storage behind a network that is down; drivers raise errors of their own."""
+    """Storage that cannot be reached; its driver raises an error that is not an OSError."""
 
     def names(self) -> Iterable[str]:
         raise LookupError("no route to host")
