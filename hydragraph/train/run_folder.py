@@ -23,6 +23,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_overrides import differences
 
 Begin = Literal["new", "resume", "overwrite", "auto"]
+_LOCK_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,21 @@ class RunFolder:
         """
         self._refuse_another(began)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        ended = threading.Event()
+        waiting = threading.Thread(target=_lock, args=(lock, ended), name="hydragraph-folder", daemon=True)
         try:
             deadline = time.monotonic() + patience_s
             while not _locked(lock):
                 self._refuse_another(began)
                 if time.monotonic() > deadline:
-                    threading.Thread(target=_lock, args=(lock,), name="hydragraph-folder", daemon=True).start()
+                    waiting.start()
                     break
-                time.sleep(0.05)
+                time.sleep(_LOCK_POLL_S)
             yield
         finally:
+            ended.set()
+            if waiting.ident is not None:
+                waiting.join()
             os.close(lock)
 
     def _refuse_another(self, began: float | None) -> None:
@@ -273,9 +279,10 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _lock(descriptor: int) -> None:
+def _lock(descriptor: int, ended: threading.Event) -> None:
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _locked(descriptor) and not ended.wait(_LOCK_POLL_S):
+            pass
 
 
 def _read(path: Path) -> dict[str, Any]:
