@@ -1,4 +1,4 @@
-"""The names of the package; at run time each is imported when first used."""
+"""Names of the package for type checkers; at run time, each name is imported on first use."""
 
 from hydragraph.checkpoint.state_pieces import Pieces as Pieces
 from hydragraph.cluster.launch import launch as launch

@@ -22,16 +22,16 @@ def main() -> None:
 
 
 def _end_at_once(codes: list[object]) -> None:
-    """Exit after all other exit handlers, without the interpreter's final garbage collection.
+    """Exit without the interpreter's final garbage collection, which takes more than a second with PyTorch.
 
-    With PyTorch, that takes more than a second. After training, exit normally, because callbacks may have open files.
+    This is the last exit handler. After training, exit normally, because callbacks may have open files.
     """
     for code in codes:
         if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:
             try:
                 sys.stdout.flush()
                 sys.stderr.flush()
-            except (OSError, ValueError):  # the interpreter reports a closed output
+            except (OSError, ValueError):  # the interpreter reports that an output is closed
                 return
             os._exit(code)
 

@@ -74,7 +74,7 @@ def main() -> None:
     """Run the command line; the entry point of `hydragraph`."""
     os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell closed it
+        if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     app()
 

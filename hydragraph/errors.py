@@ -1,4 +1,4 @@
-"""Errors for users; each says what happened, where, and what to do."""
+"""Errors for users; each message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sen
     """Error for a request that hydragraph rejects instead of returning a wrong result silently.
 
     Args:
-        what: the rejected request, in one clause.
+        what: the rejected request, as a clause.
         where: the module, block, operator or field.
         remedy: an alternative for the user.
     """
@@ -59,10 +59,10 @@ class RankFailure(RuntimeError):  # noqa: N818
 
 
 class Stopped(RuntimeError):  # noqa: N818
-    """Error raised before a step begins, if a rank was asked to stop. All ranks can still save.
+    """Error raised on all ranks before a step if any rank was asked to stop. They can still save a checkpoint.
 
     Args:
-        reason: a number, such as a signal's; the largest if ranks have different reasons.
+        reason: a number, such as a signal number; if ranks have different reasons, the largest.
     """
 
     def __init__(self, reason: int) -> None:

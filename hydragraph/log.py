@@ -2,9 +2,9 @@
 
     [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
-INFO is for events that happen a few times in a run, DEBUG for events that can happen in every step. `--log-level` on
-the command line, `show` in a script, and handlers with a `RankFilter` show the lines. `show` also applies to ranks of
-`hydragraph.launch`. Long operations report progress to `doing`, which calls the functions registered with `hearing`.
+INFO is for events that happen a few times in a run, DEBUG for events that can happen in every step. To show the
+lines, use `--log-level` on the command line, `show` in a script (also for ranks of `hydragraph.launch`), or a handler
+with a `RankFilter`. Long operations report progress to `doing`, which calls the functions registered with `hearing`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBRARY = "hydragraph"
 
 @dataclass
 class _Position:
-    """Rank and step of this process; the rank is None before the process joins the other ranks."""
+    """Rank and step of this process; the rank is None before the process joins other ranks."""
 
     rank: int | None = None
     ranks: int = 1
@@ -35,7 +35,7 @@ _position = _Position()
 
 
 def at_rank(rank: int, ranks: int) -> None:
-    """Set the rank of this process; the runtime calls this when the process joins the other ranks."""
+    """Set the rank of this process; the runtime calls this when the process joins."""
     _position.rank = rank
     _position.ranks = ranks
 
@@ -71,7 +71,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Filter that adds `rank`, `ranks`, `step`, and their text `where` to records; `rank` is None before joining."""
+    """Filter that adds `rank` (None before joining), `ranks`, `step`, and their text `where` to records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""
@@ -93,15 +93,15 @@ class _Shown(logging.StreamHandler[Any]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """This process's stderr."""
+        """The current `sys.stderr`."""
         return sys.stderr
 
 
 def show(level: str | int | None = "info") -> None:
-    """Write the library's log lines to stderr, each with its rank and step, also on ranks that `launch` starts later.
+    """Write log lines to stderr with rank and step, in this process and in ranks that `launch` starts later.
 
     Args:
-        level: the lowest level to show, as a name or number; None: stop writing.
+        level: the lowest level to show, as a name or number; None stops the output.
 
     Raises:
         ValueError: the level is unknown.
@@ -113,7 +113,7 @@ def show(level: str | int | None = "info") -> None:
     for handler in [h for h in logger.handlers if isinstance(h, _Shown)]:
         logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET if number is None else number)
-    logger.propagate = number is None  # otherwise a configured root logger would write every line again
+    logger.propagate = number is None  # otherwise a configured root logger would write each line twice
     if number is not None:
         logger.addHandler(_Shown())
 

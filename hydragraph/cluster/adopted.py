@@ -1,4 +1,4 @@
-"""The default process group, and an additional group for objects."""
+"""The default process group, and an additional group that sends Python objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the process group that carries objects as CPU tensors, or None for the default group.
+    """Return the process group that sends objects as CPU tensors, or None if the default group can.
 
     All ranks call this together.
     """
@@ -52,7 +52,7 @@ def backend_of(devices: list[str | None]) -> str:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Return the unique name of a rank's GPU if NCCL can use it, else None."""
+    """Return the UUID of a rank's GPU if NCCL can use this GPU, else None."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes a picklable error as `sent`, raise each rank's `own` error, or else the first `sent` error."""
+    """If any rank passes an error as `sent`, raise each rank's `own` error, or else the first one sent."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

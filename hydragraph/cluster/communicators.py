@@ -8,7 +8,7 @@ Traffic is separated because a connection is a queue: after 64 MB of weights, a 
     Channel.PUSH      all ranks           gradients to their owners         the programs' pushes
     Channel.COMMIT    all ranks           totals of a step, objects         calls
                                           gradients to second owners        the programs' pushes, before the totals
-    Channel.MOVE      all ranks           state that moves during a step    windows of the state; created if needed
+    Channel.MOVE      all ranks           state that moves during a step    windows of state; created if needed
     _Direction.UP     all ranks           stages' messages to higher ranks  sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   sends, per pair of ranks
     tp-0-1-...        ranks of one stage  collectives of its graphs         the stage's instructions
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 # Maximum peers in one grouped NCCL operation; NCCL allocates buffers for each peer.
 _GROUPED = 32
-# Bytes of the first message of `Groups.tell`, and of the content's length at its start.
+# Bytes of the first message of `Groups.tell`, and of the length field at its start.
 _TOLD = 1 << 14
 _LENGTH = 8
 
@@ -72,7 +72,7 @@ class Channel(Enum):
 
 
 class _Direction(Enum):
-    """Point-to-point traffic by direction: NCCL has one queue per pair of ranks and communicator."""
+    """Direction of point-to-point traffic: in an NCCL communicator, both directions of a pair share one queue."""
 
     UP = "up"
     DOWN = "down"
@@ -98,10 +98,10 @@ class Groups:
         self.waited_s = 0.0
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
-        self._told: tuple[Message, ...] = ()  # broadcasts that ranks may not have received
+        self._told: tuple[Message, ...] = ()  # broadcasts that other ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first; the order is equal on all ranks. None: this rank is not a member.
+        # Groups by sorted ranks, least recently used first, in equal order on all ranks; None if this rank is outside.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
@@ -133,7 +133,7 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
-        # With use_local_synchronization, ranks in different numbers of groups would give one group different names.
+        # With use_local_synchronization, ranks that are in different numbers of groups would name a group differently.
         # A group that is bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(
@@ -148,7 +148,7 @@ class Groups:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Wait for all ranks: an early exit would break connections that other ranks are still opening."""
+        """Wait for all ranks, because an early exit would break connections that other ranks are still opening."""
         self.gather(None)
 
     def open_moving(self) -> None:
@@ -191,7 +191,7 @@ class Groups:
         if message is None:
             return
         began = time.perf_counter()
-        # gloo's wait on a broken connection may block forever: the watch's thread waits instead.
+        # gloo's wait on a broken connection may block forever, so the watch's thread waits instead.
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -233,14 +233,14 @@ class Groups:
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start an all-gather of equally shaped `inp` into `out`, in rank order along dim 0."""
+        """Start an all-gather of `inp`, of equal shape on all ranks, into `out`, in rank order along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start a reduce-scatter of `inp`, in rank order along dim 0, into equally shaped `out`."""
+        """Start a reduce-scatter of `inp`, in rank order along dim 0, into `out`, of equal shape on all ranks."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
@@ -263,8 +263,8 @@ class Groups:
     ) -> Tensor:
         """Reduce a tensor over all ranks and return the result, bitwise equal on every rank, in host memory.
 
-        If NCCL's communicator is aborted, no error is raised, but the result is undefined. To detect this, the host
-        checks the watch after waiting, and every rank adds a mark to the tensor.
+        If NCCL's communicator is aborted, no error is raised, but the result is undefined. To detect an abort, the
+        host checks the watch after waiting, and every rank adds a mark to the tensor.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -446,9 +446,9 @@ def in_rounds(
     group: dist.ProcessGroup,
     grouped: int,
 ) -> Works:
-    """Start an all-to-all as grouped messages to `grouped` peers at a time; empty messages are skipped.
+    """Start an all-to-all in rounds of messages to at most `grouped` peers; empty messages are skipped.
 
-    In each group of messages, rank r sends to ranks r + d and receives from ranks r - d, for `grouped` distances d.
+    In each round, rank r sends to ranks r + d and receives from ranks r - d, for `grouped` distances d.
     """
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))

@@ -1,4 +1,7 @@
-"""Network interface for gloo, whose default is the address that the host's name resolves to (127.0.1.1 on Debian)."""
+"""Network interface for gloo.
+
+By default, gloo listens at the address that the host's name resolves to (127.0.1.1 on Debian).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
 
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation (RFC 5737, RFC 3849): they take the default route
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # documentation addresses (RFC 5737, RFC 3849), on the default route
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -29,7 +32,7 @@ def interface_for(address: str) -> str | None:
 
 
 def own_address(targets: Iterable[str]) -> str:
-    """Return the address of this machine on gloo's interface, or on its route to the targets."""
+    """Return this machine's address on gloo's interface, or else on the route to a target."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(name) if name else None
     sources = (_source(address) for target in targets for address in resolved(target))

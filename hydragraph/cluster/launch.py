@@ -138,7 +138,7 @@ def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        member = here()  # its local rank may change, but not its GPU
+        member = here()  # a member's local rank may change, but not its GPU
         own = (local_rank if member is None else member.gpu) % gpus
         device = torch.device("cuda", own if device.index is None else device.index)
         torch.cuda.set_device(device)
@@ -259,7 +259,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
-        `nodes` for a `launch` that takes over the ranks here, if this machine was elected, or None if the run has
+        If this machine was elected, the `nodes` to pass to a `launch` that continues its ranks. None if the run has
         ended.
     """
     context = starting()
@@ -276,7 +276,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:
-    """Return the context that starts processes; call this before this process has threads."""
+    """Return the multiprocessing context that starts processes; call this before this process has threads."""
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
         with nothing_else_imported():

@@ -1,4 +1,4 @@
-"""Messages in flight, and staging of GPU tensors through host memory for gloo."""
+"""Pending operations, and copies of GPU tensors in host memory for gloo."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether a wait returns without blocking the host."""
+        """Whether a wait would not block the host."""
         return self.work.is_completed()
 
 
@@ -57,7 +57,7 @@ class Staging:
         self._device = device
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to host memory, and wait for the current stream."""
+        """Copy a tensor to host memory, and wait for the copy."""
         host = self.incoming(tensor)
         host.copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
@@ -68,5 +68,5 @@ class Staging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
 
     def arrived(self, host: Tensor, tensor: Tensor) -> None:
-        """Copy received values to a tensor, on the current stream."""
+        """Copy received values from `host` to a tensor, on the current stream."""
         tensor.copy_(host, non_blocking=True)

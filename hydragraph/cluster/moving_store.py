@@ -1,6 +1,6 @@
 """A rank's clients of a store that moves to a new leader's machine after an election.
 
-Each machine's supervisor writes the store's current address to a file. After a move, ranks write their values again.
+Each machine's supervisor writes the store's current address to a file. Ranks write their values to each new store.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def follows(folder: str | None) -> bool:
 
 
 class MovingStore:
-    """Clients of the current store.
+    """A rank's clients of the current store.
 
     Args:
         folder: private folder of this machine's supervisor.
@@ -68,7 +68,7 @@ class MovingStore:
         return line
 
     def write(self, line: Line, key: str, value: str) -> None:
-        """Write a value, and keep it to write to later stores."""
+        """Write a value to the current store, and later to each new store."""
         with self._lock:
             self._written[key] = value
             line.store.set(key, value)

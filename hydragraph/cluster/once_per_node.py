@@ -1,8 +1,8 @@
 """Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-Among a machine's ranks with equal inputs, the highest computes the result, so that rank 0 can plan meanwhile. This rank
-writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes its own
-result.
+Among a machine's ranks with equal inputs, the highest rank computes the result, so that rank 0 can plan meanwhile. It
+writes the result to a file in a private folder, and sends the file's path and hash. A rank that cannot read the file
+computes its own result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OfferedFile:
             return OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
 
     def read(self) -> object:
-        """Return the value, with tensors memory-mapped privately."""
+        """Return the value, with tensors memory-mapped copy-on-write."""
         path = Path(self.path)
         check_private(path.parent)
         if OfferedFile.of(path).digest != self.digest:
@@ -96,7 +96,7 @@ def once_per_machine(
 
 @contextmanager
 def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
-    with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
+    with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # mode 0700
         path = Path(folder) / "made"
         try:
             write_value(path, value)

@@ -1,4 +1,4 @@
-"""Calls of a function on some ranks; all ranks receive the results and errors."""
+"""Calls of a function on some ranks, whose results and errors all ranks receive."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on ranks with `acts`; results and errors are as for `agreement.together`."""
+    """Run `agreement.together` with a function that is called only on ranks where `acts` is true."""
     return agreement.together(world, what, lambda: make() if acts else None)

@@ -1,4 +1,4 @@
-"""Error messages for machines that cannot reach each other, with gloo's addresses from the store."""
+"""Error messages for machines that cannot reach each other; ranks write gloo's addresses to the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
 _MOST = 4  # machines listed in an error
-TOLD_S = 10.0  # after this time, a process says that it waits for the first machine
+TOLD_S = 10.0  # after this time, a process logs that it is waiting for the first machine
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
 
