@@ -25,7 +25,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Return the process group that sends objects as CPU tensors, or None if the default group can.
 
-    All ranks call this together.
+    All ranks call this.
     """
     if moves_cpu_tensors(default):
         return None

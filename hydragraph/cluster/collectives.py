@@ -37,7 +37,7 @@ class Gathers(Protocol):
 
 @dataclass(frozen=True)
 class Started:
-    """A collective that has been started.
+    """A started collective.
 
     Attributes:
         result: function that waits for the result and returns it; call it once.

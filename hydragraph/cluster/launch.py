@@ -133,7 +133,7 @@ def apart(device: torch.device | str | None = None) -> World:
 
 def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     if str(asked) != "cpu" and torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # before anything starts CUDA
+        set_cuda_environment(os.environ)  # before CUDA starts
     device = _device(asked)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGE = str(Path(__file__).parents[2])  # folder that contains this package, installed or not
+PACKAGE = str(Path(__file__).parents[2])  # folder that contains this package
 
 
 def start_module(

@@ -56,7 +56,7 @@ def no_store(error: Exception, address: str, port: int, rank: int) -> str:
 
 
 def first_host(error: Exception, address: str, port: int) -> str:
-    """Describe the first machine, the reason why this process cannot reach it, and the remedy."""
+    """Describe the first machine, why this process cannot reach it, and the remedy."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
     reason = " ".join(str(error).split())

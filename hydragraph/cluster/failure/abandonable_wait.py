@@ -1,4 +1,4 @@
-"""Waits that can be abandoned."""
+"""Waits that the caller can abandon."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ENDED = "its process has ended"
 
 @dataclass(frozen=True)
 class Seen:
-    """Observation of a rank; `switches` is how often a stopped process left a core."""
+    """Observation of a rank; `switches` counts the context switches of a stopped process."""
 
     state: ProcessState
     progress: RankProgress
@@ -66,7 +66,7 @@ class Judge:
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process that is stopped for 95 of every 100 ms may always look stopped, but it leaves a core each time.
+            # A process stopped for 95 of every 100 ms may always look stopped, but its context switches increase.
             still = self._switches.get(rank, sighting.switches) == sighting.switches
             self._switches[rank] = sighting.switches
             if ended and sighting.progress.left:
@@ -74,7 +74,7 @@ class Judge:
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
             self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped and still else 0.0
         for rank, seconds in self._ended.items():
-            if seconds >= ENDED_S:  # before that, the launcher may report the end
+            if seconds >= ENDED_S:  # until then, the launcher may report how it ended
                 return Accusation(rank, ENDED)
         return self._longest(self._limit_s)
 
@@ -114,5 +114,5 @@ class Stall:
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this rank" if busy else "all ranks wait"
         error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
-        # If all ranks wait, a link may be down. The first rank may still reach all others, so the last is accused.
+        # If all ranks wait, a link may be down. Rank 0 may still reach all others, so the last rank is accused.
         return Accusation(min(busy) if busy else max(waits), error, stalled=True)

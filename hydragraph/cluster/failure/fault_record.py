@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from torch.distributed.distributed_c10d import PrefixStore, Store  # type: ignore[attr-defined]
 
 _DEATH = "hydragraph/death"
-NAMESPACE = "hydragraph/watch"  # key of the newest watch's namespace
+NAMESPACE = "hydragraph/watch"  # key that stores the newest watch's namespace
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Ledger:
         return Fault(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
     def write(self, fault: Fault) -> Fault:
-        """Record a fault unless one is recorded already; return the recorded fault."""
+        """Record a fault unless the store has one; return the recorded fault."""
         return Fault(**json.loads(self._store.compare_set(self._key, "", json.dumps(asdict(fault)))))
 
     def death(self) -> tuple[int, str] | None:
-        """Return the rank that the launcher reported dead, and how it died."""
+        """Return the rank that the launcher reported dead, and how it died, or None."""
         return tuple(json.loads(self._store.get(self._deaths))) if self._store.check([self._deaths]) else None
 
 

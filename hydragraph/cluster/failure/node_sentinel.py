@@ -36,7 +36,7 @@ _ROLL_S = 1.0
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)
 _IDLE_S = 3.0  # a sentinel exits after this time without ranks
 _LOOK_S = 0.5
-_STARTS = 3  # maximum starts of a sentinel; without one, its machine counts as lost
+_STARTS = 3  # maximum starts; a machine without a sentinel counts as lost
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,11 @@ class WatchedProcess:
         return WatchedProcess(pid, 0 if status is None else status[1])
 
     def state(self) -> ProcessState:
-        """Return the state; takes about 20 us."""
+        """Return the state, in about 20 us."""
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return the state and, of a stopped process, how often it left a core (otherwise 0)."""
+        """Return the state, and the number of context switches of a stopped process (otherwise 0)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
@@ -67,7 +67,7 @@ def _status(pid: int) -> tuple[str, int] | None:
 
 
 def _switches(pid: int) -> int:
-    """Return how often a process's main thread left a core; each stop counts, even if the process only waits."""
+    """Return the main thread's context switches; each stop adds some, even if the process only waits."""
     with suppress(OSError):
         lines = (_PROC / str(pid) / "status").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)

@@ -1,12 +1,12 @@
-"""Failure watch over ranks, from their rendezvous until no rank needs the others.
+"""Failure watch: a thread of each rank that detects failures of ranks, from their rendezvous to their end.
 
-docs/architecture.md lists the detected failures. After a fault:
+docs/architecture.md lists the detected failures. After a failure:
 
 1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down its communicators'
    sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not answer.
 2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
    middle of a message). To make this possible, waits run on a separate thread.
-3. Every rank except the failed one raises RankFailure for the agreed fault, in this call and in every later call.
+3. Every rank except the failed one raises RankFailure for the agreed fault, in this and every later call.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Disconnected(RuntimeError):  # noqa: N818
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks raise together: it is not a rank failure."""
+    """Mark an error that all ranks raise together, so that it does not count as a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
@@ -91,7 +91,7 @@ class Watch:
         self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        # Text shown for this rank: its last action, the main thread's call, or another thread's call.
+        # Texts that describe this rank: its last action, the main thread's call, another thread's call.
         self._resting = self._shown = self._beside = ""
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
@@ -304,7 +304,7 @@ class Watch:
         return self._cut_at is not None and time.monotonic() - self._cut_at > _LAST_CHANCE.total_seconds()
 
     def waiter(self) -> Waiter:
-        """Return a waiter for a thread other than the one that created this watch."""
+        """Return a waiter for another thread."""
         return Waiter(_POLL)
 
     def check(self) -> None:
@@ -321,7 +321,7 @@ class Watch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Record this rank's error as the fault, unless a fault is recorded; shut down this rank's communication."""
+        """Record this rank's error as the fault, unless one is known; shut down this rank's communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
@@ -339,7 +339,7 @@ class Watch:
             self._cut_off("is lost: another machine leads now")
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Search a few seconds for the rank that caused a communication error; if none is found, name this rank."""
+        """Search a few seconds for the rank that caused a communication error; if the search fails, name this rank."""
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
@@ -461,7 +461,7 @@ class Watch:
             for kept in self._aborts:
                 if (abort := kept()) is not None:
                     abort()
-            # Descriptors are reused: shut down only unchanged sockets.
+            # Descriptors are reused, so shut down only unchanged sockets.
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
             self._aborts = []

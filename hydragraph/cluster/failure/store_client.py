@@ -37,7 +37,7 @@ class Asker:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Return the answer to another request, or raise the request's OSError, or Unanswered if no answer arrives."""
+        """Return the answer to another request, or raise its OSError; raise Unanswered if no answer arrives."""
         answer: SimpleQueue[Any] = SimpleQueue()
         self._others.put((question, answer))
         try:

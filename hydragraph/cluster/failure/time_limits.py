@@ -1,5 +1,7 @@
 """Time limits of failure detection, in seconds of the detector's own running time.
 
+A *deputy* is the supervisor of a machine that does not lead.
+
     limit          maximum duration of                                            then
     ENDED_S        waiting for the launcher to report an ended process            its rank has failed
     SUSPECT_S      a stop of a process while a rank looks for an error's cause    its rank has failed
@@ -14,7 +16,7 @@
 
 The limits depend on each other:
 
-- ENDED_S < SUSPECT_S < PATIENCE_S: the search for a cause finds a process that ended or stopped.
+- ENDED_S < SUSPECT_S < PATIENCE_S: the search then finds a process that ended or stopped.
 - UNHEARD_S + 3 s + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. After an outage, probes
   recover within 2 s, and TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
 - UNREACHABLE_S < SILENT_S: a disconnected machine ends its ranks before the others continue without them.

@@ -19,7 +19,7 @@ def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
     """Set a rank's variables, but keep the user's values, and warn about harmful values.
 
     - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer.
-      The watch aborts communicators itself, which PyTorch supports at 0 only
+      The watch aborts communicators itself, which PyTorch supports only at 0
       (`torch.distributed.distributed_c10d._abort_process_group`).
     - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other.
     - `PYTORCH_ALLOC_CONF=expandable_segments:True`: otherwise micro-batches of different sizes fragment the memory.

@@ -1,9 +1,9 @@
 """Fork server for ranks that cleans up even if its launcher is killed.
 
-multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group,
+multiprocessing's own server does not remove its socket and semaphores in this case. A SIGTERM to the process group,
 or a failed fork, ends that server and every rank, even during a save. The server of this module continues.
 
-The server imports this module first (`launch.PRELOAD`). An environment variable tells this module to act as a server.
+The server imports this module first (`launch.PRELOAD`). An environment variable makes the module act as a server.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def outlive_failed_forks() -> None:
 def _serve(directory: str) -> None:
     outlive_signals()
     outlive_failed_forks()
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)  # not in ranks, which call os._exit
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks call os._exit instead
 
 
 def _as_usual() -> None:

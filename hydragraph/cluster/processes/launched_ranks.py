@@ -156,7 +156,7 @@ def forget(member: RankHandle) -> None:
 
 def _close(member: RankHandle) -> None:
     member.process.join(_EXIT_S)
-    if member.process.is_alive():  # in a system call that no signal ends, for example of a GPU's driver
+    if member.process.is_alive():  # in a system call that ignores signals
         _LOG.warning("process %s was killed but has not ended", member.process.pid)
     else:
         member.process.close()
@@ -199,7 +199,7 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
 
 
 class Stops:
-    """Detects stopped processes of a launcher."""
+    """Detects processes of a launcher that a signal or debugger has stopped."""
 
     def __init__(self) -> None:
         self._judge = Judge()
@@ -265,7 +265,7 @@ def outcome_of(member: RankHandle) -> Outcome:
 
 
 def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
-    """Raise the error of the rank that failed first, if any rank failed."""
+    """Raise the error of the rank that failed first, if any."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
     if not failed and missing and fault is not None:
@@ -283,7 +283,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # of that rank
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # raised on that rank
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
 
@@ -308,7 +308,7 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
 
 
 def private_folder() -> TemporaryDirectory[str]:
-    """Return a new folder of mode 0700."""
+    """Return a new temporary folder with mode 0700."""
     return TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)
 
 

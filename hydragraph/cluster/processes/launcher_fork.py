@@ -136,7 +136,7 @@ def _be_server(
         os.close(go)
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})  # type: ignore[attr-defined]
         import_named(classes)
-        gc.freeze()  # garbage collection of current objects would copy their pages
+        gc.freeze()  # garbage collection of current objects would copy their memory pages
         outlive_signals()
         outlive_failed_forks()
         forkserver._forkserver.__init__()  # type: ignore[misc]

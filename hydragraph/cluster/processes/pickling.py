@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 def sent(value: object) -> bytes:
     """Return a value as bytes for `pickle.loads` in a process started from this one."""
     if _can_be_imported(sys.modules["__main__"]):
-        # A class that is sent by value differs from the class in its module.
+        # A class sent by value would differ from the class in its module.
         with contextlib.suppress(Exception):
             return pickle.dumps(value)
     return bytes(cloudpickle.dumps(value))

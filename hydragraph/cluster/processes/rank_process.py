@@ -162,7 +162,7 @@ def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tupl
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
-    gc.freeze()  # garbage collection of imported objects would copy their pages
+    gc.freeze()  # garbage collection of imported objects would copy their memory pages
     return function, args
 
 
@@ -180,7 +180,7 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
     if not isinstance(outcome, Returned):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(isinstance(outcome, Raised)))  # immediately, because destroying communicators could block
+        os._exit(int(isinstance(outcome, Raised)))  # destroying communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
         connection.poll(None)  # wait, because other ranks may still be connecting
 
@@ -204,10 +204,10 @@ def _take(seat: Seat) -> None:
         MASTER_PORT=str(seat.port),
     )
     if torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # before the rank's function starts CUDA
+        set_cuda_environment(os.environ)  # before CUDA starts
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     on_this_machine = seat.host.startswith("127.") or seat.host in ("localhost", "::1")
-    # The host's name may have an external or invalid address.
+    # The host's name may resolve to an external or invalid address.
     if loopback is not None and on_this_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads_of(seat.here or seat.ranks))

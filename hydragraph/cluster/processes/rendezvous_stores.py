@@ -19,7 +19,7 @@ def hosted(address: str, port: int) -> Any:
 
 
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
-    """Return a socket that listens at the address by which other processes reach this host.
+    """Return a socket that listens at the address that other processes use for this host.
 
     The socket listens on all addresses if other processes may resolve the name differently, because the name has
     several addresses, a loopback address (Debian maps a host's own name to 127.0.1.1), or a gateway's address.

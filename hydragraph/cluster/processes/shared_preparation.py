@@ -1,7 +1,6 @@
 """Result of `prepare`, computed once in a separate process and passed to all ranks as one file.
 
-After autograd, a process has threads and cannot be forked. Ranks map the file privately: they share a page until they
-write to it.
+A process that has run autograd has threads, so it cannot be forked. Ranks map the file copy-on-write.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class SharedFile:
             torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def read(self) -> Any:
-        """Return the value, with tensors memory-mapped privately."""
+        """Return the value, with tensors memory-mapped copy-on-write."""
         return torch.load(f"/dev/fd/{self.descriptor}", mmap=True, weights_only=False)
 
 

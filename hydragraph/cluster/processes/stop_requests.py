@@ -36,8 +36,6 @@ class Overdue(BaseException):
 
 
 class StoppableProcess(Protocol):
-    """A process that can be asked to end."""
-
     def terminate(self) -> None: ...
 
 

@@ -27,8 +27,8 @@ from hydragraph.private.process_groups import drop_all
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # while a member waits for a generation
-_EAR_S = 0.05  # while a member works
+_POLL_S = 0.01  # interval while a member waits for a generation
+_EAR_S = 0.05  # interval while a member works
 
 CALLED = 1000  # `Executable.stopping` if the coordinator calls this member; greater than signal numbers
 

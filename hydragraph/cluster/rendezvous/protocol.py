@@ -3,7 +3,7 @@
 A member is a process with a number that is never reused. In each generation, a member has a rank. One coordinator reads
 the members' registers and writes orders. The coordinator and the members poll, and each register has one writer.
 
-1. A member leaves its generation if another rank fails or the coordinator calls, and then announces that it left
+1. A member leaves its generation if another rank fails or the coordinator calls it, and then announces that it left
    (`after`).
 2. After all live members have left the current generation, the coordinator proposes the next generation: these members
    in rank order, then new members up to the target size.
@@ -107,7 +107,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        formed: generation number -> members in rank order, for the current generation and those whose state is held.
+        formed: members in rank order, by number of the current generation and of those in whose layout state is held.
     """
 
     orders: Orders = Orders()
@@ -115,7 +115,6 @@ class Record:
 
     @property
     def current(self) -> tuple[int, ...]:
-        """Members of the newest generation."""
         return self.formed[self.orders.confirmed]
 
 
@@ -149,7 +148,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
 
 
 def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
-    """Return the members that others wait for: each must leave, accept a generation, or enter it."""
+    """Return the members that others wait for: each must leave its generation, or accept or enter the next."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal

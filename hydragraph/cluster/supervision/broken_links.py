@@ -55,7 +55,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
 def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:
     """Return the machines to drop, each with a machine in use that it does not reach.
 
-    The machine with the fewest ranks per broken pair is dropped first, and the last such machine if several are equal.
+    The machine with the fewest ranks per broken pair is dropped first; among equals, the one with the highest index.
     """
     apart: dict[int, set[int]] = {}
     for one, other in broken:

@@ -7,7 +7,7 @@ and end processes when the leader tells them to.
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
 
-With a register (`election`), any machine may lead, and deputies' processes continue under the next leader.
+With an etcd register (`election`), any machine may lead, and deputies' processes continue under the next leader.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Nodes:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return `Nodes` if the environment is of a launcher with one process per machine, else None."""
+    """Return `Nodes` if a launcher with one process per machine set the environment, else None."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
@@ -456,7 +456,7 @@ class Hub:
                 outcome = message.outcome
                 if isinstance(outcome, Raised | Died):  # the machines' clocks differ
                     outcome = replace(outcome, when=time.monotonic())
-                if message.number in post.processes:  # after a lost connection, they belong to the previous one
+                if message.number in post.processes:  # after a reconnection, the earlier link has them
                     post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
@@ -569,7 +569,7 @@ def _book(nodes: Nodes) -> Any:
     if nodes.number == 0 and not nodes.shared:
         store = _kept(nodes.address, nodes.port)
     else:
-        socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast, unlike `client`
+        socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast
         store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))
     return dist.PrefixStore("hydragraph/nodes", store)  # type: ignore[attr-defined]
 

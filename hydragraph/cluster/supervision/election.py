@@ -27,7 +27,7 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
 
 @dataclass(frozen=True)
 class Fence:
-    """Functions that decide whether this machine's ranks may continue, and that end them."""
+    """Functions that return whether this machine's ranks may continue, and that end them."""
 
     may_live: Callable[[LeaseView, float], bool]
     end: Callable[[], None]
@@ -77,7 +77,7 @@ class Election:
         return self._record
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
-        """Write the lease's fields and the record; if this machine does not lead, raise Deposed and write nothing."""
+        """Write the lease's fields and the record; if this machine does not lead, raise Deposed without writing."""
         while True:
             self.check()
             with self._lock:

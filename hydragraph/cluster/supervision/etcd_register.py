@@ -20,7 +20,7 @@ class Register(Protocol):
         """Return the lease and the record, each "" if never written."""
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        """Replace the lease, and a given record, if the lease is as expected; return whether it was."""
+        """If the lease equals `expected`, replace it (and the record, if given); return whether it was equal."""
 
 
 class EtcdRegister:

@@ -1,4 +1,4 @@
-"""Leadership of a run as a lease in a replicated register; pure functions make a machine's decisions by its own clock.
+"""Leadership of a run: a lease in a replicated register. Pure functions make a machine's decisions by its own clock.
 
 The register holds one lease: its term, its holder, and a count that the holder increments to renew the lease. A machine
 that has read the same lease for `TTL_S` takes the lease with the next term. The register accepts a new lease only in
@@ -19,7 +19,7 @@ MARGIN_S = 0.5  # for ending processes, and for clocks that differ
 STAGGER_S = 0.3  # additional wait, multiplied by the machine's index
 FIRST_S = 2.0  # wait while no run holds the lease, multiplied by the machine's index
 REACH_S = 3.0  # for connecting to a new leader
-GATHER_S = 7.0  # exceeds each of TTL_S, REACH_S, and the rest of `UNREACHABLE_S` when a lease ends
+GATHER_S = 7.0  # exceeds TTL_S, REACH_S, and the part of `UNREACHABLE_S` left when a lease ends
 DOUBT_S = 1.0  # for a check whether a silent leader has ended
 GRACE_S = 2.0  # before a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
 

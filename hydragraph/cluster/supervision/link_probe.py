@@ -54,7 +54,7 @@ class LinkProbe:
         while not self._closed.is_set():
             heard = self._heard()
             now = time.monotonic()
-            # After a pause, datagrams are waiting or were dropped.
+            # After a pause of this process, datagrams are waiting or were dropped.
             elapsed = min(now - before, PAUSE_S)
             before = now
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)

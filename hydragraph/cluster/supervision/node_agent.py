@@ -60,7 +60,7 @@ ARRIVAL_S = 1800.0  # for the first machine to start
 BACK_S = 300.0  # for reconnecting to the leader
 _TRY_S = 0.5  # between two attempts to reach the first machine
 _TRY_ELECTED_S = 0.1
-_TOGETHER_S = 1.0  # for the leader to report that all machines are stopped
+_TOGETHER_S = 1.0  # for the leader to report that all machines are being stopped
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Deputy:
     def _drained(self, link: Link) -> bool:
         """Forward a preemption notice to this machine's ranks; return whether all of them have ended.
 
-        If the whole run is being stopped, the leader's ranks decide when to end.
+        If the whole run is being stopped, ranks follow the leader's orders instead.
         """
         if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
             return False

@@ -62,7 +62,7 @@ _GRACE_S = 8.0  # for members to report, after an error that would recur
 _REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-lived replacement
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # ranks with a shorter lifetime count as short-lived
-_STARTS = 3  # processes of one seat that may end before being ready
+_STARTS = 3  # maximum processes of one seat that end before being ready
 _READYING = 3  # time for a new member to become ready, in multiples of `Elastic.progress_s`
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
@@ -138,10 +138,10 @@ def _on_return(refill: Callable[[], None]) -> ExitStack:
 
 @dataclass(eq=False)
 class Supervisor:
-    """Starts, watches and replaces the members of one launch.
+    """Supervisor of one launch's members.
 
     Args:
-        started: function that starts the process of a member, given its number, its seat, and whether it is late.
+        started: function that starts a member's process, given number, seat (initial rank), and whether it is late.
     """
 
     _started: Callable[[int, int, bool], RankHandle]
@@ -159,7 +159,7 @@ class Supervisor:
     _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
     _lost: list[RankHandle] = field(default_factory=list)
     _late: set[int] = field(default_factory=set)  # members that prepare while others run
-    _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are reported back
+    _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are available again
     _waited: dict[int, float] = field(default_factory=dict)  # seconds that others have waited for a member
     _readying: dict[int, float] = field(default_factory=dict)  # seconds of preparing while others run, by member
     _stops: Stops = field(default_factory=Stops)
@@ -176,7 +176,7 @@ class Supervisor:
         self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout: timedelta | None) -> None:
-        """Run until all members have reported outcomes, or no more can."""
+        """Run until all members have reported outcomes, or no other member can come."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
         if not self.crew:
             self._place.order(self._record.orders)
@@ -258,7 +258,7 @@ class Supervisor:
         self._stop = True  # called from a signal handler
 
     def refill(self) -> None:
-        """Start processes in empty seats whose devices are back."""
+        """Start processes in empty seats whose devices are available again."""
         self._back = True
 
     def results(self) -> list[bytes]:
@@ -397,7 +397,7 @@ class Supervisor:
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
         now = time.monotonic()
-        elapsed = min(now - self._before, PAUSE_S)  # members are not blamed if this process was paused
+        elapsed = min(now - self._before, PAUSE_S)  # limited, because this process may have been paused
         self._before = now
         late = awaited(self._record, said) if self._held else ()  # before any state exists, all members begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
