@@ -65,7 +65,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last save is complete; if it failed, raise the error (only once)."""
+        """Wait until the last save is complete; if it failed, raise its error once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -85,7 +85,7 @@ class Saver:
     def _write(self, prepared: save_and_load.PendingCheckpoint, groups: Groups) -> None:
         try:
             if self._world.device.type == "cuda":
-                torch.cuda.set_device(self._world.device)  # DCP's writer uses the thread's GPU, at first GPU 0
+                torch.cuda.set_device(self._world.device)  # DCP's writer uses the thread's GPU, by default GPU 0
             with self._world.calling(prepared.what):
                 save_and_load.write(prepared, groups)
         except (ValueError, RankFailure) as error:

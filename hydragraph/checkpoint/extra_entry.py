@@ -20,7 +20,6 @@ def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
 
 
 def encoded(what: str, value: object) -> bytes:
-    """Serialize plain data."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -15,7 +15,7 @@ from hydragraph.cluster.communicators import Groups
 
 FORMAT = 1
 MARKER = "complete.json"
-METADATA = ".metadata"  # torch.distributed.checkpoint (DCP)'s index of all entries
+METADATA = ".metadata"  # torch.distributed.checkpoint (DCP) writes its index here
 
 
 class Damaged(ValueError):  # noqa: N818
@@ -81,7 +81,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a checkpoint's files exist and have the right sizes; their hashes are not compared."""
+    """Return whether a checkpoint's files exist and have the right sizes, without checking hashes."""
     try:
         files = read_manifest(path).files
         return all((path / name).stat().st_size == file.bytes for name, file in files.items())
@@ -90,7 +90,7 @@ def is_whole(path: Path) -> bool:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check the hashes of all files, divided among the ranks `sharing` this copy; raise Damaged on all ranks."""
+    """Check the files' hashes, divided among the ranks `sharing` this copy; if any differs, all ranks raise Damaged."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

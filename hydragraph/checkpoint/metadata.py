@@ -23,7 +23,7 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class Reader(FileSystemReader):
-    """Reader of a checkpoint directory whose metadata may name only `files`."""
+    """Reader of a checkpoint directory that consists of `files`."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)

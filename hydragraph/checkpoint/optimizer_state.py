@@ -22,7 +22,7 @@ class Plain:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        scalars: parameter -> state -> value, for parameters that the rank owns at least partly.
+        scalars: parameter name -> state name -> value, for parameters that the rank owns at least partly.
     """
 
     groups: list[list[str]]
@@ -69,7 +69,7 @@ def merged(parts: Sequence[Plain]) -> Plain:
 
 
 def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor]]:
-    """Allocate this rank's part of the stored elementwise states: parameter -> state -> 1-D tensor."""
+    """Allocate this rank's part of the stored elementwise states, as parameter -> state -> 1-D tensor."""
     states: dict[str, dict[str, Tensor]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         state, _, name = key.removeprefix(_PREFIX).partition(".")

@@ -31,7 +31,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # number of windows to read before they are exchanged
+_AHEAD = 3  # number of windows to read ahead of the exchange
 _READERS = 4
 
 
@@ -169,11 +169,11 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
         by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
+            if tier in pieces.shelves and min(ranks) == rank:  # the lowest rank that shares a place lists it
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
                 try:
                     held = pieces.held(tier)
-                except Exception as error:  # drivers of fsspec raise their own kinds
+                except Exception as error:  # fsspec's drivers raise their own types
                     _LOG.warning("%s: cannot list the pieces in %s: %s", _WHAT, tier.name.lower(), error)
                     continue
                 for kept, shelf_pieces in held.items():
@@ -199,7 +199,7 @@ def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
         try:
             data = pieces.common(place.tier, found.kept)
             decoded(data)
-        except Exception as error:  # torch raises many kinds of errors for damaged files
+        except Exception as error:  # torch raises many types of errors for damaged files
             pieces.unreadable.add((place.tier, found.kept, None))
             where = place.tier.name.lower()
             raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error
@@ -231,13 +231,13 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Read a fetch as a 1-D CPU tensor of bytes; if the piece is unreadable, record this."""
+        """Read a fetch as a 1-D CPU tensor of bytes; if the piece is unreadable, record the piece."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:
             file = self.pieces.reader(fetch.tier, self.kept, piece, whole)
             parts = [file.read(name, column, lo, hi, dtype) for name, lo, hi, column, dtype in self.spans(fetch)]
-        except Exception as error:  # drivers of fsspec raise their own kinds
+        except Exception as error:  # fsspec's drivers raise their own types
             self.pieces.unreadable.add((fetch.tier, self.kept, piece))
             raise ValueError(
                 f"{_WHAT}: elements [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self.kept.step}, from "

@@ -1,7 +1,7 @@
-"""Choice of the rank that reads each piece of a checkpoint, and of the place that the rank reads from.
+"""Choice of the rank that reads each checkpoint piece for a node, and of the place to read from.
 
-    place of the piece    reader                                         one read per
-    memory of the node    a rank that has the piece                      rank that has and needs it, else node
+    nearest place         reader                                         one read per
+    memory of the node    a rank that has the piece                      rank that has and needs it, or else node
     disk of the node      a rank of the node that needs it               node
     another node          a rank of that node, from memory before disk   node that needs it
     only the store        a rank that needs it                           node
@@ -81,7 +81,7 @@ def fetch_plan(
     open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of a read that may be extended
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
-        # All elements between two marks are in the same pieces, and needed by the same ranks.
+        # All elements between two marks are in the same pieces, and the same ranks need them.
         marks = {*layout.lo.tolist(), *layout.hi.tolist(), *(edge for piece in pieces for edge in (piece.lo, piece.hi))}
         for lo, hi in pairwise(sorted(marks)):
             needing = tuple(sorted(set(layout.rank[(layout.lo <= lo) & (hi <= layout.hi)].tolist())))
@@ -123,7 +123,7 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # Prefer a rank that needs the data for reads from the node's disk or the store.
+            # For reads from the node's disk or the store, prefer a rank that needs the data.
             helps = rank not in receivers if tier is not Tier.MEMORY and (near or tier is Tier.STORE) else False
             return (tier is Tier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 

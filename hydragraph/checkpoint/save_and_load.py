@@ -68,9 +68,9 @@ def save(
     """Save weights, optimizer and `extra`; `path` does not change until the checkpoint is complete.
 
     Args:
-        path: a directory visible to all ranks; replaced only if it is a checkpoint or empty.
+        path: a directory that all ranks share; replaced only if it is a checkpoint or empty.
         optimizer: None saves only weights.
-        extra: numbers, strings, tensors and containers of these; only rank 0's are saved.
+        extra: numbers, strings, tensors and containers of these; only rank 0's values are saved.
 
     Raises:
         ValueError: on all ranks, if `path` is unsuitable or a value cannot be stored.
@@ -82,7 +82,7 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint that will be written."""
+    """One rank's part of a checkpoint to write."""
 
     path: Path
     scratch: Path
@@ -169,7 +169,7 @@ def load(
     Args:
         path: a directory shared by all ranks, or copied to every host.
         optimizer: None loads only weights.
-        buffers: the model's persistent buffers, which saved buffers must match; None: any.
+        buffers: the model's persistent buffers, which saved buffers must match; None accepts any.
 
     Returns:
         The saved `extra`, on every rank.

@@ -1,7 +1,7 @@
 """Checkpoints in pieces, stored in host memory, on the node's disk, and in a store for all nodes.
 
-A piece is a safetensors file with one rank's interval of a bucket, in all columns (weights and per-element optimizer
-state):
+A piece is a safetensors file with one rank's interval of a bucket (a flat vector of parameters), in all columns
+(weights and per-element optimizer state):
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements
     step-40.a-9f2c/common.pt                      step counts, hyperparameters, the caller's extra
@@ -130,7 +130,7 @@ class DiskShelf:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete the same folder concurrently
+        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete it concurrently
 
 
 class StoreShelf:
@@ -213,7 +213,7 @@ class Pieces:
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: Kept | None = None
-        self.unreadable: set[tuple[Tier, Kept, StatePiece | None]] = set()  # None: the file of common data
+        self.unreadable: set[tuple[Tier, Kept, StatePiece | None]] = set()  # None: `common.pt`
         self._keep = keep
         self._run = run
         self._preparing: threading.Thread | None = None
@@ -275,7 +275,7 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints, in the store only if `store` is true."""
+        """Wait for pending writes, then delete all checkpoints (those in the store only if `store` is true)."""
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
@@ -349,7 +349,7 @@ class Pieces:
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
-            with suppress(Exception):  # an incomplete checkpoint is useless, and a full disk needs the space
+            with suppress(Exception):  # free the incomplete checkpoint's space, because the disk may be full
                 shelf.drop(kept.folder)
             raise
         self._written[tier] = kept
@@ -364,7 +364,7 @@ class Pieces:
 
 
 class PieceFile:
-    """Random access to a piece; if `whole`, the whole piece is loaded immediately."""
+    """Random access to a piece, which is loaded immediately if `whole`."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf
@@ -409,7 +409,7 @@ class PieceCopy:
     """Copy of one rank's interval of a bucket.
 
     Attributes:
-        firsts: parameter -> index of its first element in the interval.
+        firsts: parameter -> index, within the parameter, of its first element in the interval.
     """
 
     piece: StatePiece

@@ -1,4 +1,4 @@
-"""Detection of stored heads that the model does not have, but other classes with its config do; they are not read.
+"""Detection of stored heads that only other classes with the model's config have; such heads are not read.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """

@@ -92,11 +92,11 @@ class Names:
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
     """Read this rank's weights, and all persistent buffers, from a directory.
 
-    All ranks call this together. All headers are checked before any weight changes. If stored tensors are tied in the
+    All ranks call this. All headers are checked before any weight changes. If stored tensors are tied in the
     model, they must be equal. Heads that the model does not have, and keys that `transformers` ignores, are not read.
 
     Raises:
-        ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
+        ValueError: on all ranks, if files are missing or damaged, or keys are missing, unknown or of another shape.
         Unsupported: tensors are quantized, stored in pickle files, or need an unsupported conversion.
     """
     what = f"load pretrained {path}"
@@ -167,7 +167,7 @@ def _refuse_misfit(
     ]
     if faults:
         more = (
-            "" if missing or wrong else "; or drop these tensors: from_pretrained of your class, then save_pretrained"
+            "" if missing or wrong else "; or drop the tensors with your class's from_pretrained, then save_pretrained"
         )
         remedy = f"build the model that the files belong to{_class(path)}{more}"
         raise ValueError(f"pretrained {path}: {'; '.join(faults)}: {remedy}")

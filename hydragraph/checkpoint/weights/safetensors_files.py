@@ -1,4 +1,4 @@
-"""Directories of safetensors files, and functions that read boxes of the stored tensors."""
+"""Directories of safetensors files, and functions that read boxes (slices) of tensors."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ class StoredPiece:
 
     Attributes:
         at: start of the piece in the model tensor; negative if the model tensor begins inside the piece.
+        lacks: dimensions of the model tensor that `stored` does not have.
     """
 
     stored: Stored

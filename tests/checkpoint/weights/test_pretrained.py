@@ -405,7 +405,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         in_file(add),
         "ValueError",
         "unknown to the model: model.more.0, model.more.1, model.more.2 and 2 more: build the model that the files"
-        " belong to (GemmaForCausalLM, with the directory's config); or drop these tensors: from_pretrained",
+        " belong to (GemmaForCausalLM, with the directory's config); or drop the tensors with your class's"
+        " from_pretrained, then save_pretrained",
     ),
     "shape": (in_file(widen), "ValueError", "model.norm.weight is [65] in model.safetensors and [64] in the model"),
     "quantised": (in_file(quantise), "Unsupported", "model.norm.weight is stored as I8; dequantize"),
