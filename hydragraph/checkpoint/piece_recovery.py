@@ -37,7 +37,7 @@ _READERS = 4
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """Result of a recovery, on one rank.
+    """Result of a recovery on one rank.
 
     Attributes:
         read: number of bytes read, by tier (memory, disk or store).

@@ -130,7 +130,7 @@ class DiskShelf:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete it concurrently
+        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete it too
 
 
 class StoreShelf:

@@ -46,7 +46,7 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether a wait would not block the host."""
+        """Whether `Groups.wait` would return without blocking the host."""
         return self.work.is_completed()
 
 

@@ -31,7 +31,7 @@ _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that co
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Conversion of names in files to names in a model.
+    """Conversion of tensor names in files to names in a model.
 
     Attributes:
         sources: state-dict key -> canonical name of the parameter or buffer.

@@ -56,12 +56,12 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Add observations, made `elapsed` seconds after the last; return an accusation if they justify one.
+        """Add observations, made `elapsed` seconds after the previous ones; return an accusation if justified.
 
         Args:
             others_run: whether a process that is not in `seen` is running.
         """
-        elapsed = min(elapsed, PAUSE_S)  # limited, because this process may have been stopped
+        elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED

@@ -44,7 +44,6 @@ class WatchedProcess:
         return WatchedProcess(pid, 0 if status is None else status[1])
 
     def state(self) -> ProcessState:
-        """Return the state, in about 20 us."""
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:

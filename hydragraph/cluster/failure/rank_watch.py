@@ -220,7 +220,7 @@ class Watch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Record this rank's last action, which is shown while the rank is between calls."""
+        """Record this rank's last action, which errors show while the rank is between calls."""
         self._resting = after
         if not self._calls:
             self._show(after)

@@ -16,7 +16,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
-    """Set a rank's variables, but keep the user's values, and warn about harmful values.
+    """Set a rank's environment variables unless the user has set them; warn about harmful values.
 
     - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer.
       The watch aborts communicators itself, which PyTorch supports only at 0

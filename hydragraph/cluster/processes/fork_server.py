@@ -47,7 +47,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def outlive_signals() -> None:
-    """Make this server end only with its launcher."""
+    """Make this server ignore signals and end only with its launcher."""
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
     os.register_at_fork(after_in_child=_as_usual)

@@ -24,7 +24,7 @@ _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor
 
 
 class Interrupted(BaseException):
-    """A signal arrived before any work had started."""
+    """Raised if a signal arrives before any work has started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 
 
 class Overdue(BaseException):
-    """The current work exceeded the grace period."""
+    """Raised if the current work exceeds the grace period."""
 
 
 class StoppableProcess(Protocol):

@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.01  # interval while a member waits for a generation
 _EAR_S = 0.05  # interval while a member works
 
-CALLED = 1000  # `Executable.stopping` if the coordinator calls this member; greater than signal numbers
+CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this member; exceeds all signal numbers
 
 
 class Dismissed(BaseException):

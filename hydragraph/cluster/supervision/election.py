@@ -27,7 +27,7 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
 
 @dataclass(frozen=True)
 class Fence:
-    """Functions that return whether this machine's ranks may continue, and that end them."""
+    """Two functions: one returns whether this machine's ranks may continue, the other ends them."""
 
     may_live: Callable[[LeaseView, float], bool]
     end: Callable[[], None]

@@ -105,5 +105,5 @@ def _endpoint(address: str, url: str) -> tuple[str, int]:
     if not colon or (":" in host and not host.startswith("[")):
         host, port = address, str(_PORT)
     if not port.isdecimal():
-        raise ValueError(f"--store {url}: the port of {address} is not a number")
+        raise ValueError(f"--store {url}: the port of {address} is not a number: write one, such as 2379")
     return host.strip("[]"), int(port)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 TTL_S = 5.0
 MARGIN_S = 0.5  # for ending processes, and for clocks that differ
 STAGGER_S = 0.3  # additional wait, multiplied by the machine's index
-FIRST_S = 2.0  # wait while no run holds the lease, multiplied by the machine's index
+FIRST_S = 2.0  # wait before taking a free lease, multiplied by the machine's index
 REACH_S = 3.0  # for connecting to a new leader
 GATHER_S = 7.0  # exceeds TTL_S, REACH_S, and the part of `UNREACHABLE_S` left when a lease ends
 DOUBT_S = 1.0  # for a check whether a silent leader has ended
