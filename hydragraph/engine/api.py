@@ -105,13 +105,13 @@ def capture(
     check: str | bool = "auto",
     compiled: str | Path | None = None,
 ) -> Program:
-    """Trace a model into blocks, with placeholders where strategies insert communication; check them numerically.
+    """Trace a model into blocks with placeholders for communication, and check the captured graphs numerically.
 
-    The arguments not listed here are those of `hydragraph.frontend.capture.capture`.
+    For the other arguments, see `hydragraph.frontend.capture.capture`.
 
     Args:
-        check: "auto" compares the captured graph's loss and gradients on packed sequences with the model's on single
-            sequences, for at least one block of each structure; "full" compares all blocks; "off" skips the check.
+        check: "auto" compares one block or more of each structure: loss and gradients of the captured graph on packed
+            sequences with those of the model on single sequences. "full" compares all blocks; "off" skips the check.
         compiled: folder, written by `hydragraph compile`, from which to read the program.
 
     Raises:
@@ -156,20 +156,21 @@ def compile(
 ) -> Executable:
     """Compile a model for training; all ranks must call this function with the same arguments.
 
-    This function joins the launcher's process group, uses an existing process group, or runs as a single process.
+    The call joins the launcher's process group, uses an existing group, or runs as a single process.
 
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training). Other ranks' tensors are empty. `move` and a check of parameter groups call it again.
+            None (no training). Each tensor is this rank's part of a parameter, or empty. `move` and a check of
+            parameter groups call the function again.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
         loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
         example, blocks: see `capture`.
-        profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, "auto" measures costs.
+        profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, strategy "auto" measures costs.
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
@@ -179,10 +180,10 @@ def compile(
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether to join running ranks later (`Executable.move`). Pass their arguments, but a meta model.
-        deterministic: whether results are bitwise independent of pipelines, ranks and home (docs/deterministic.md).
-        window: maximum bytes in flight, separately for fp32 gradients and weights; default: twice the largest block
-            (once if streamed).
+        joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
+        deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
+        window: maximum bytes in flight, counted in fp32, separately for gradients and weights; default: twice the
+            largest block (once if a stage streams).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -227,7 +228,7 @@ def _priced(
     if not isinstance(profile, Cluster):
         return profile
     most = max(profile.node(device.node).devices for device in profile.devices)
-    # Only given strategies may have tensor-parallel groups that span nodes.
+    # A planned strategy has no tensor-parallel group that spans nodes; a given strategy may have one.
     sheet = datasheet(program, profile, None, range(1, most + 1) if automatic else None)
     inductor = choose_backend(backend, world.device) == "inductor"
     variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
@@ -403,7 +404,7 @@ def _check_origin(program: Program, source: _Source) -> None:
 
 @own_modes("precompile")
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
-    """Compile a program's templates for strategies on the eager backend; Inductor itself caches code on disk.
+    """Compile a program's templates for strategies on the eager backend. Inductor caches its code on disk instead.
 
     While this process keeps the result, executables here and in forked ranks (`launch`) reuse the graphs.
     """
@@ -447,10 +448,10 @@ class RankPrograms(Sequence[RankProgram]):
 
         Args:
             cluster: Costs, or a Cluster, whose costs are estimated from datasheets.
-            tokens: tokens in each micro-batch (one sequence), as one number for all pipelines or one per pipeline.
+            tokens: tokens in each micro-batch (one sequence): one number for all pipelines, or one per pipeline.
             efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.
-            home: owners of the state on a Cluster (Costs include owners); None uses the owners that `compile` chooses.
+            home: owners of the state, as for `compile`; ignored for Costs, which include owners.
         """
         from hydragraph.cost.datasheet import datasheet
 

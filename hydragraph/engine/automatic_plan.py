@@ -1,8 +1,8 @@
 """Planning without files, for `strategies: auto`.
 
-Planning measures devices and links (`engine.discovery`) and, unless their times are cached, blocks. Times that are too
-noisy for a fit are measured again, for longer. If a type of device still has no usable times, the costs of all types
-come from operation counts.
+Planning measures devices and links (`engine.discovery`), and the times of the model's blocks unless they are cached.
+Times that are too noisy for a fit are measured again, for longer. If a type of device still has no usable times, the
+costs of all types come from operation counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# (repetitions, number of token counts) of the first attempt and of a longer second attempt.
+# (repetitions, number of token counts) of the first measurement and of a second, longer one.
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
@@ -75,7 +75,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
     """Measure and plan on the running ranks; return inputs for the choice of strategies. All ranks must call this.
 
     Args:
-        preplanned: whether to plan now instead of only measuring.
+        preplanned: whether to plan now; if False, only measure.
 
     Raises:
         Unsupported: no plan fits the devices; raised on all ranks.
@@ -222,7 +222,7 @@ def _longest(program: Program, found: Discovered, planning: Planning) -> int:
     slowest = min(report.flops_per_s for report in found.reports)
     block = max(bucket.size for bucket in program.buckets)
     affordable = int(BLOCK_S * slowest / (6 * block))
-    rounded = 1 << max(0, affordable.bit_length() - 1)  # profiles are cached by this length, and speeds vary
+    rounded = 1 << max(0, affordable.bit_length() - 1)  # the cache is keyed by this length, and measured speeds vary
     return max(sequence, LEAST_TOKENS, min(4 * hidden_size(program), rounded))
 
 

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What one machine prepared for all its ranks; `refused` is why the strategies cannot run, or ""."""
+    """Graphs and checks that one machine prepared for all its ranks; `refused`: why strategies cannot run, or ""."""
 
     variants: Variants | None
     passed: Mapping[str, str]
@@ -101,11 +101,7 @@ class Beforehand:
 
 @dataclass(frozen=True, eq=False)
 class Readying:
-    """One rank's part in the preparation of new strategies.
-
-    Attributes:
-        check: check of new strategies, or None if this rank does not check.
-    """
+    """One rank's part in the preparation of new strategies; `makes`: whether this rank starts the process."""
 
     variants: Variants
     check: StageCheck | None
@@ -153,7 +149,7 @@ def made(asked: _Asked) -> Made:
 
 
 def end_with_stdin() -> None:
-    os.read(0, 1)  # if a thread read `sys.stdin`, the interpreter would exit with an error
+    os.read(0, 1)  # reading `sys.stdin` in a thread would make the interpreter exit with an error
     os._exit(1)
 
 

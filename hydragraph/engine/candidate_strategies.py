@@ -43,7 +43,7 @@ class Planning:
 
     Attributes:
         profile: `Profile` for identical devices, `Costs` for devices that differ, or None for rough costs.
-        strategies: candidates already planned for "auto".
+        strategies: candidates for "auto", if they are already planned.
     """
 
     profile: Profile | Costs | None = None
@@ -119,7 +119,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose, on rank 0 for all ranks, which ranks own the state; return a home whose rule is None.
+    """Return a home with explicit owners of the state, which rank 0 chooses for all ranks.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -175,7 +175,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the sample's best single strategy, and then strategies that save time if each step chooses one."""
+    """Return the best single strategy for the sample, then strategies that save time if each step chooses one."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -227,10 +227,10 @@ def at_once_among(
     home: Home,
     running: Sequence[Strategy],
 ) -> Strategy | None:
-    """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None without one.
+    """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
 
     Args:
-        running: earlier strategies, with those of the same ranks first.
+        running: earlier strategies; those that used the same ranks come first.
     """
 
     def search() -> Strategy | None:
@@ -297,7 +297,7 @@ def request_of(
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the iteration planner, and a sentence on whether it keeps one strategy ("" without a choice)."""
+    """Return the iteration planner, and a sentence on whether it keeps one strategy ("" if undecided)."""
     policy = planning.policy
     request = request_of(strategies, planning.profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not planning.lengths:

@@ -36,7 +36,7 @@ class CollectiveCalls:
         self._watch = watch
         self._closed = False
         self._restricted: Restriction | None = None
-        self._promised: Promise | None = None  # agreed promise for the next step
+        self._promised: Promise | None = None  # next step, if the ranks have agreed on it
 
     def _admit(self, what: str) -> None:
         if self._closed:
@@ -48,9 +48,9 @@ class CollectiveCalls:
 
 
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
-    """Make a method a collective call: it is watched, ignores the caller's torch modes, and fails after `close`.
+    """Make a method a collective call: it is watched, ignores the caller's torch modes, and is refused after `close`.
 
-    An error in the arguments does not count as a failure of this rank.
+    Wrong arguments raise an error without counting as a failure of this rank.
     """
 
     def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:

@@ -48,7 +48,7 @@ from hydragraph.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class ExecutableOptions:
-    """Constant options of an executable; `compile` documents most of them.
+    """Options of an executable; `compile` documents most of them.
 
     Attributes:
         check: mode returned by `frontend.check.check_once.mode_of`.
@@ -127,7 +127,7 @@ class CompiledModel:
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Check that ranks have equal weights (for a meta model, seeds), and copy this rank's weights to `home`."""
+        """Check that ranks have equal weights, and copy this rank's part to `home`; for a meta model, check seeds."""
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:

@@ -48,16 +48,14 @@ class Executable(Membership):
     """Compiled model that is ready to train; `compile` creates an executable on every rank.
 
     Attributes:
-        strategies: strategies that steps choose from.
-        given, wanted_home: the arguments `strategy` and `home` that `compile` got.
+        strategies: those that steps choose from.
+        given, wanted_home: arguments `strategy` and `home` of `compile`.
         measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
         spans: list to which steps append their instructions' times, or None.
-        watched: whether idle ranks probe their devices; set it to the same value on all ranks.
+        watched: whether idle ranks measure the speed of their devices; set it to the same value on all ranks.
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
         listens: function that is called when ranks agree on a step; a positive result acts like `stopping`.
     """
-
-    # Interface for training scripts.
 
     @collective("step")
     def step(
@@ -89,7 +87,7 @@ class Executable(Membership):
         return self._iterate(sequences, strategy, "train", divide_by)
 
     def announce(self, sequences: Batches) -> None:
-        """On rank 0, optionally plan a later step's mini-batch while earlier steps run."""
+        """Plan a later step's mini-batch while earlier steps run; optional, and only on rank 0."""
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
 
@@ -115,9 +113,9 @@ class Executable(Membership):
         Args:
             request: costs of the strategies' pipelines, in the order of `strategies`.
             static: index of the only strategy to use, or None to choose the best for every step.
-            ready_first: whether to use the current strategies until the new strategies are compiled and checked in the
-                background, instead of compiling the new strategies in their first step; see `changing` and
-                `change_refused`. Inductor always compiles strategies in their first step.
+            ready_first: whether to keep the current strategies until the new strategies are compiled and checked in the
+                background (see `changing`, `change_refused`). Otherwise, and always with Inductor, the first step of a
+                strategy compiles it.
 
         Raises:
             Unsupported: a strategy does not fit, this rank does not plan, or strategies of the previous call have just
@@ -140,7 +138,7 @@ class Executable(Membership):
 
     @property
     def static(self) -> int | None:
-        """On rank 0, the index of the strategy for all mini-batches, if there is one."""
+        """On rank 0, the index of the strategy for all mini-batches, or None if each step chooses."""
         return self._chooser.static
 
     @property
@@ -149,10 +147,10 @@ class Executable(Membership):
         return self._chooser.refused
 
     def check(self, strategy: Strategy, ranks: int) -> None:
-        """Check that a strategy fits the model, the number of ranks and the deterministic mode.
+        """Check that a strategy fits the model, the ranks and the deterministic mode.
 
         Raises:
-            ValueError: the strategy does not fit; `Unsupported` if it needs an unsupported feature.
+            ValueError: the strategy does not fit; `Unsupported` if a feature is unsupported.
         """
         self._compiled.check_strategy(strategy, ranks)
 
@@ -173,13 +171,13 @@ class Executable(Membership):
             self.planning = replace(self.planning, lengths=self.planning.lengths or lengths)
 
     def measure(self, world: World, seats: Sequence[int]) -> None:
-        """Measure all devices because no rank has measurements any more; all ranks must call this."""
+        """Measure all devices, because all measurements are lost; all ranks must call this."""
         planning = plan_automatically(self._subject, world, self.planning, preplanned=False)
         self._first_profile, self.measured_seats, self._measures = planning.profile, tuple(seats), True
         self.planning = replace(self.planning, lengths=planning.lengths)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a joining device differs in type from its seat's earlier device.
+        """Measure all devices again if a joining device differs in type from the device that it replaces.
 
         All ranks must call this. Return whether devices were measured.
         """
@@ -299,9 +297,9 @@ class Executable(Membership):
         weights = PublishedWeights(self._compiled, self._session, dtype)
         self._holding.begin()
         pieces = self._weights(weights, to)
-        next(pieces)  # only a generator that has begun takes part in the remaining transfers when it is discarded
+        next(pieces)  # `finally`, which takes part in the remaining transfers, runs only if the generator has begun
         if self.rank not in to:
-            return iter(list(pieces))  # this rank also takes part, although its loop is empty
+            return iter(list(pieces))  # this rank takes part, although its loop is empty
         self._restricted = Restriction(
             ENDS, "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
@@ -392,8 +390,7 @@ class Executable(Membership):
             extra: plain data that is returned after a restore.
 
         Returns:
-            Errors from writing earlier checkpoints, which are therefore incomplete. The errors are the same on all
-            ranks.
+            Errors of earlier writes, whose checkpoints are incomplete; the same on all ranks.
         """
         self._holding.begin()
         return keep(self._session, pieces, extra or {}, persistent_buffers(self._compiled, self._session))
@@ -471,10 +468,8 @@ class Executable(Membership):
         """On rank 0, a sentence on whether one strategy is kept or every step chooses one; "" if undecided."""
         return self._chooser.decision
 
-    # Implementation.
-
     def _weights(self, weights: PublishedWeights, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield an empty entry, then the weights bucket by bucket; gather the rest even if the caller stops early."""
+        """Yield an empty entry, then weights bucket by bucket; gather all buckets even if the caller stops early."""
         groups = self.groups
         buckets = weights.buckets(to)
         try:

@@ -126,7 +126,7 @@ class IterationRunner(CollectiveCalls):
     def _run(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
     ) -> RanIteration:
-        """Run one iteration, and mark as agreed any error that all ranks raise together."""
+        """Run one iteration; mark errors that all ranks raise together as `agreed`, so they are not rank failures."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)

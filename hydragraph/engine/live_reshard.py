@@ -43,7 +43,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Start moving state whose owners differ in a new, unfilled session; all ranks must call this."""
+        """Start moving state to `arriving`, a session with other owners and without state; all ranks must call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))

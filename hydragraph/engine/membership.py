@@ -122,7 +122,7 @@ class Membership(IterationRunner):
 
     @property
     def given_profile(self) -> Profile | Costs | None:
-        """Costs given to `compile`, restricted to strategies that may run."""
+        """Costs given to `compile`, restricted to stages that may run."""
         return self._compiled.priced(self._first_profile)
 
     @property
@@ -200,8 +200,8 @@ class Membership(IterationRunner):
         Args:
             world: this process's place in the new world, with an initialized process group, or the current world.
             home: new owners of the state; by default the home given to `compile`.
-            before: for each rank of the new world, its previous rank, or None if it joins. Unlisted previous ranks are
-                lost.
+            before: for each rank of the new world, its previous rank, or None if it joins. Previous ranks that are
+                not listed are lost.
             restore: checkpoint as for `load`, which all ranks read if a part of the state is lost. Joining ranks must
                 pass it too.
             strategy: strategies to choose from; by default the current strategies, which must then fit the new ranks.

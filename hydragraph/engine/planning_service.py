@@ -70,7 +70,7 @@ class PlanService:
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Plan with a new request from now on; plan submitted mini-batches again or, with `forget`, discard them."""
+        """Use new candidates and costs from now on; plan submitted mini-batches again, or discard them if `forget`."""
         with self._changed:
             self._request = request
             self._number += 1

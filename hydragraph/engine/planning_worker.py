@@ -27,7 +27,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # Ignore signals, which reach the whole process group: training may need plans to finish a step.
+    # Ignore signals to the whole process group: training may need plans to finish its step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout

@@ -1,4 +1,4 @@
-"""Cache of measured profiles in the user's cache folder; if a device's speed has changed much, it is measured again."""
+"""Cache of measured profiles in the user's cache folder; a device whose speed has changed much is measured again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# If all devices are of one type, a profile is reused while the slower of the stored and the current speed is at least
-# this fraction of the faster, because a common slowdown does not change the order of plans.
+# Minimum ratio of the stored and the current speed (slower to faster) to reuse a profile if all devices have one type.
+# A common slowdown does not change the order of plans.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> Profile | None:
-    """Return the stored profile of a device of similar speed, renamed to type `type_`, or None without one.
+    """Return the stored profile of a device of similar speed, renamed to type `type_`, or None if there is none.
 
     Args:
         alone: whether all devices are of one type.

@@ -121,7 +121,7 @@ def meet_again(
         newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
             first rank that has one.
         soon: whether to use the first good strategy instead of searching for the best.
-        rates: slow processes' slowdowns by member number, on the rank that monitors slowdowns.
+        rates: on the rank that monitors slowdowns, each slow process's slowdown by member number.
         pieces: this rank's checkpoint pieces; the newer of pieces and checkpoint is read.
         set_aside: function that renames a damaged checkpoint, and returns whether there is an earlier one.
     """
@@ -220,7 +220,7 @@ def _move(
         sources = world.gather((newest(), pieces is not None))
         saved = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
         if pieces is None and any(has_pieces for _, has_pieces in sources):
-            pieces = Pieces()  # empty: this rank reads what others have
+            pieces = Pieces()  # empty: this rank reads other ranks' pieces
     restore: Restore | None = saved
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
@@ -245,7 +245,7 @@ def _free_frames(failure: BaseException | None) -> None:
                 traceback.clear_frames(error.__traceback__)
                 errors += [e for e in (error.__cause__, error.__context__) if not any(e is known for known in errors)]
 
-    # In a thread, because the destructor of a gloo group may block.
+    # Run in a thread, because the destructor of a gloo group may block.
     thread = threading.Thread(target=free, name="hydragraph-free", daemon=True)
     thread.start()
     thread.join(_FREE_S)
@@ -262,13 +262,13 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
 
 
 def seats_of_fewer(world: World) -> Sequence[int]:
-    """Return the ranks' seats if an elastic launch has fewer ranks than it asks for, or else no seats."""
+    """Return the ranks' seats (initial ranks) if fewer ranks have started than the launch asked for, or ()."""
     member = here()
     return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
 
 
 def begin_with_fewer(exe: Executable, model: nn.Module, world: World, seats: Sequence[int]) -> None:
-    """Give the model's weights to fewer ranks than the launch asks for; all ranks must call this."""
+    """Distribute the model's weights if fewer ranks have started; all ranks must call this."""
     home = home_for(exe.wanted_home, seats)
     profile = costs_for(exe.given_profile, seats, home)
     if exe.given == "auto" and exe.planning.strategies:
@@ -287,7 +287,7 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit or, if none fits, planned or similar strategies."""
+    """Return the given strategies that fit or, if none fits, planned ones or one that resembles the first."""
     choices, lengths = exe.given, exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:

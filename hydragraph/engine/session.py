@@ -38,7 +38,7 @@ from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import Home
 
-TIMEOUT = timedelta(minutes=30)  # maximum duration of one communication
+TIMEOUT = timedelta(minutes=30)  # time limit of a communication
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return `compare`'s inputs as this rank's message at a commit; `RanksCompared.of` reads all messages.
+        """Return the inputs of `compare` as integers to send at a commit, for `RanksCompared.of`.
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
@@ -149,7 +149,7 @@ class Session:
         return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
-        """Return full CPU tensors in natural shape by parameter name on rank 0, {} elsewhere; all ranks must call this.
+        """Return full CPU tensors by parameter name on rank 0 ({} elsewhere); all ranks must call this.
 
         Args:
             shards: bucket name -> this rank's part of the bucket's weights or gradients.
@@ -164,7 +164,7 @@ class Session:
         to: Sequence[int] = (0,),
         dtype: Callable[[Iterable[str]], torch.dtype] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield full tensors in natural shape by parameter name, bucket by bucket; all ranks must exhaust the iterator.
+        """Yield full tensors by parameter name, bucket by bucket; all ranks must exhaust the iterator.
 
         Args:
             shards, names: as for `gather`; buckets without parameters in `names` are skipped.

@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 LOSS_TOLERANCE = 1e-5  # relative
 GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
-GLOBAL_TOLERANCE = 1e-7  # added tolerance, relative to the norm of all gradients, for gradients of 0 (key biases)
+GLOBAL_TOLERANCE = 1e-7  # added, relative to the norm of all gradients, because some exact gradients are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
 # Maps a sequence's index in the mini-batch (-1 for no dropout) and length to a context that applies dropout masks.
@@ -46,7 +46,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ParityRow:
-    """Comparison of a strategy with the reference, for the parameter with the largest error.
+    """Comparison of a strategy with the reference, for the parameter with the largest `ratio`.
 
     Attributes:
         error: L2 norm of the error in the parameter's gradient g.
@@ -120,7 +120,7 @@ def reference(
 
 
 def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> ParityRow:
-    """Return the comparison for the gradient with the largest error.
+    """Return the row with the largest `ratio`.
 
     Raises:
         ValueError: only the strategy or only the reference has a nonzero gradient of some parameter.

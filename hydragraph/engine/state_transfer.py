@@ -28,7 +28,7 @@ from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed
 
 _WHAT = "move"
 
-# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both, of which the newer is read.
+# A directory written by `Executable.save`, pieces written by `Executable.keep`, or both; the newer is read.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -38,7 +38,7 @@ class Moved:
 
     Attributes:
         step: last step that the state includes, identical on all ranks.
-        finished: whether the move finished this step after it raised an error on this rank. If so, step your
+        finished: whether this step raised an error on this rank and the move then finished it. If so, step your
             learning-rate scheduler once more.
         restored: step of the checkpoint that was read, or None if no state was lost.
         read: number of bytes that this rank read from pieces, as in `recovery.Survived`.
@@ -60,7 +60,6 @@ class Brought:
     Attributes:
         restored: whether `extra` comes from a checkpoint.
         buffers: persistent buffers, from a checkpoint or, if a rank joins, from a rank that has them.
-        received: bytes received from other ranks.
     """
 
     restored: bool
@@ -96,7 +95,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         "extra": dict(extra),
         save_and_load.BUFFERS: dict(buffers),
     }
-    entry = partial(encoded, "extra", deepcopy(common))  # training changes the original
+    entry = partial(encoded, "extra", deepcopy(common))  # training changes the originals
     pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
     return tuple(error for *_, errors in reports for error in errors)
 
@@ -201,7 +200,7 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> B
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
         recovered = recover(pieces, session.program.buckets, session.home, groups, least=least, buffers=buffers)
-        pieces.last = None  # the next pieces begin another series
+        pieces.last = None  # pieces written later belong to another series
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "recover returns None only if a path is given"

@@ -58,7 +58,7 @@ class IterationPlanner:
             self._service.submit(tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> IterationPlan:
-        """Return the plan of a mini-batch; equal lengths in succession, as of scores and training, have one plan.
+        """Return a mini-batch's plan; successive calls with equal lengths (scoring, then training) share one plan.
 
         Raises:
             Unsupported: no candidate can run the longest sequence.
@@ -76,7 +76,7 @@ class IterationPlanner:
         return replace(self._latest[1], hidden_s=0.0, exposed_s=time.perf_counter() - began)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
-        # Workers know only the static candidate.
+        # With a static candidate, planning processes know no other.
         if not self._static_takes(key):
             if self._service is not None:
                 self._service.take(key, 0.0)  # discards a plan announced before a change
@@ -98,11 +98,7 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Take over another planner's processes; while processes start, steps use the quick plan.
-
-        Args:
-            before: this process's previous planner, whose announcements are discarded.
-        """
+        """Take over a previous planner's processes, without its announcements; until they start, use quick plans."""
         self._hurries = True
         if before is None:
             return

@@ -1,4 +1,4 @@
-"""History of strategies on earlier sets of ranks, by seat (initial rank), because recoveries renumber ranks."""
+"""Strategies used by earlier sets of ranks; devices are seats (initial ranks), because recoveries renumber ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Era:
-    """A set of ranks that trained together, and its `strategies`, most recent first, with seats in place of ranks."""
+    """Ranks that trained together, and their `strategies`, most recent first; both contain seats instead of ranks."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]
