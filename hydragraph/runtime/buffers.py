@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # if more buffers of one size are idle, one is reused after a wait for the device
+AHEAD = 2  # maximum idle buffers of one size; beyond it, reuse one after waiting for the device
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by number of elements and dtype
 
@@ -62,7 +62,7 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Take back a buffer that the current stream no longer reads; ignore tensors that are not from this pool."""
-        # Found by address, because the returned tensor may be another view.
+        # Search by address, because the returned tensor may be another view of the buffer.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))

@@ -27,7 +27,7 @@ _WHERE = "deterministic"
 
 @dataclass
 class Deterministic:
-    """Constraints of one process.
+    """Constraints on one process and its strategies.
 
     Attributes:
         device: kind of device, which is the same on all ranks.
@@ -108,7 +108,7 @@ class Deterministic:
 
     def check_count(self, sequences: int) -> None:
         """Raise `Unsupported` unless sums over this many sequences are exact."""
-        # Each rank of a stage may contribute a part, and a tied weight gets two.
+        # Each rank of a stage may add a part per sequence, and a tied weight gets two.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(

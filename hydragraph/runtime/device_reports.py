@@ -1,6 +1,7 @@
 """Reports of every rank's device, and the grouping of devices into types.
 
-In order of speed, fastest first, each rank joins a type if its speed is at least `ALIKE` times the type's median.
+From fastest to slowest, each rank joins a type if its speed is at least `ALIKE` times the type's median, or else begins
+a new type.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PACKAGES = ("torch", "transformers")
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """Report of one rank.
+    """Report of one rank's device.
 
     Attributes:
         node: name of the node; its ranks share memory and network cards.

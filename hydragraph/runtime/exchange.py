@@ -114,7 +114,7 @@ def push_exchange(
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
-    """Return one rank's exchange from first to second owners within one buffer, or None without second owners."""
+    """Return one rank's exchange from first to second owners within one buffer, or None if there are none."""
     if not len(owners.second.rank):
         return None
     slices = hand_on(owners, rank)
@@ -182,7 +182,7 @@ def start_push(
     """Start moving gradients; the returned function waits, and sums them into `home` in rank order.
 
     Args:
-        gradients: this rank's 1-D contribution, possibly empty, which returns to `buffers` when sent.
+        gradients: this rank's 1-D contribution, possibly empty; it returns to `buffers` once sent.
         home: this rank's 1-D gradient shard, of the same dtype as `gradients`.
         handing: exchange that sends the sums to second owners.
         dtype: dtype to which gradients are rounded before sending.
@@ -205,7 +205,7 @@ def start_exact_push(
     """Start moving exact sums (`kernels.exact_sums`); the returned function rounds their totals into `home`.
 
     Args:
-        parts: this rank's 1-D fp64 sums, each possibly empty, which return to `buffers` when sent.
+        parts: this rank's 1-D fp64 sums, each possibly empty; they return to `buffers` once sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
         handing: as for `start_push`, after rounding.
     """
@@ -330,7 +330,7 @@ class _Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Sums need a separate channel, because ranks send sums in the same order but between different pushes.
+        # Not on the channel of pushes, because ranks interleave sums and pushes differently.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:

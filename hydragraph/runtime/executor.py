@@ -1,7 +1,7 @@
 """Executor of a RankProgram on one rank for one iteration.
 
-Messages start in program order and run during computation; an instruction waits only for the values in its `after`. No
-communication follows the commit, so an update is never applied on only some ranks.
+Messages start in program order and run during computation; an instruction waits only for the values in its `after`. The
+commit is the last communication, so an update is never applied on only some ranks.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class _Iteration:
     scored: Scored | None
     values: dict[Value, Any] = field(default_factory=dict)
     arriving: dict[Value, Pending | Copied] = field(default_factory=dict)  # also outgoing messages
-    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank no data
+    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls in which this rank only sends
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
-    views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
-    staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> storage addresses that are not offloaded
+    views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # weights or gradients -> parameter -> shard
+    staying: dict[Value, set[int]] = field(default_factory=dict)  # saved values -> storages not to offload
     added: set[str] = field(default_factory=set)  # parameters with a gradient
-    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums
+    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # gradients -> exact sums
     largest: Tensor | None = None  # the largest value added to `sums`
 
 
@@ -105,7 +105,7 @@ class Executor:
 
     Args:
         rounded: 16-bit weights to pull, if the optimizer maintains them.
-        deterministic: make sums over micro-batches and ranks exact (`kernels.exact_sums`).
+        deterministic: whether sums over micro-batches and ranks are exact (`kernels.exact_sums`).
 
     Attributes:
         probe: function called before the commit to get `RankTimes.probe`.
@@ -161,7 +161,7 @@ class Executor:
 
         Args:
             batches: packed micro-batches of this rank's pipelines, by micro-batch number (`ir.rank_program.Role`).
-            update: function called with the gradient norm if the norm is finite.
+            update: called with the gradient norm if it is finite.
             says: function that returns `SAYS` integers below 2**53, which this rank sends to all ranks at the commit.
                 It is called while gradients are in flight.
             scored: positions of the sequences in the mini-batch if sequences are scored, else None.
@@ -365,7 +365,7 @@ class Executor:
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
         if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
-            # Zero, because the loss depends on earlier blocks only through a tied weight.
+            # Zeros, because the loss depends on earlier blocks only through a tied weight.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
@@ -577,8 +577,8 @@ class Executor:
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
-        # A rank may update once it has passed the commit, so all ranks must be able to update from then on, even if one
-        # is lost.
+        # A rank may update once it has passed the commit. From then on, the others must be able to update even if a
+        # rank is lost.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -649,14 +649,14 @@ _RUN: dict[Op, Callable[[Executor, _Iteration, Instruction], None]] = {
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a value with the strides of a received value, because kernels choose the order of sums by strides."""
+    """Return a value with the strides of a received tensor, because the order of sums in kernels depends on strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Return the 0-d fp64 sum of squares of a 1-D fp32 tensor, adding within rows in fp32 and over rows in fp64."""
+    """Return the 0-d fp64 sum of squares of a 1-D fp32 tensor, summed in fp32 within rows and in fp64 over rows."""
     cut = len(values) // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:cut].view(-1, _ROW), dim=1)
     total: Tensor = rows.double().square().sum() + values[cut:].double().square().sum()
@@ -664,5 +664,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the message tag of an activation or its gradient, which both ends use."""
+    """Return the tag with which both ranks send or receive an activation or its gradient."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

@@ -25,7 +25,7 @@ class OwnedPart:
     """Part of one parameter that a rank owns, contiguous in the rank's shard of the bucket.
 
     Attributes:
-        intervals: canonical elements [lo, hi), ascending, disjoint and non-empty.
+        intervals: intervals [lo, hi) in canonical order (cut dimension first), ascending, disjoint and non-empty.
         counted: for each interval, whether this rank, not its other owner, counts it in norms and writes it to files.
         at: offset in the bucket's shard.
     """
@@ -38,7 +38,6 @@ class OwnedPart:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return sum(hi - lo for lo, hi in self.intervals)
 
     def of(self, shards: Mapping[str, Tensor]) -> Tensor:
@@ -132,7 +131,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, first element) for parameters in elements [lo, hi) of a bucket, in bucket order."""
+    """Yield (name, low, high, start) for each parameter in [lo, hi) of a bucket: its overlap and first element."""
     start = 0
     for parameter in bucket.parameters:
         low = max(lo, start)
@@ -197,7 +196,7 @@ def check_factory(given: OptimizerFactory | None) -> None:
         raise Unsupported(
             f"{given!r} is not a function",
             where="optimizer",
-            remedy="pass a function that makes one, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
+            remedy="pass a function, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
         )
 
 

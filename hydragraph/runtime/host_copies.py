@@ -28,7 +28,7 @@ class _View:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Saved values in order, with tensors in host memory as views of the 1-D `storages`."""
+    """Saved values in order; copied tensors become views of the 1-D host `storages`."""
 
     saved: tuple[Any, ...]
     storages: Mapping[Key, Tensor]
@@ -50,7 +50,7 @@ class HostCopy:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Tensors that another stream copies or reads, and that the current stream may use after a wait for the copy."""
+    """Tensors that another stream copies; a call makes the current stream wait for the copy, and returns them."""
 
     streams: DeviceStreams
     mark: Mark

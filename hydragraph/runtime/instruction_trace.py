@@ -30,8 +30,8 @@ class RankTimes:
     Attributes:
         seconds: time from the rank's first instruction until the commit, when no work is pending.
         own: for each template in `Program.kinds`, seconds that its blocks took, without waits for other ranks.
-        ran: seconds of `own` (or of the probe, if no block ran) that the thread ran; 0 if unknown.
-        queued: seconds of `own` (or of the probe) that the thread waited for its core; 0 if unknown.
+        ran: seconds of `own` (or, if no block ran, the probe) during which the thread ran; 0 if unknown.
+        queued: seconds of `own` (or the probe) during which the thread waited for its core; 0 if unknown.
         probe: products per second in a probe (`runtime.speed_probe`), or 0.
     """
 
@@ -141,7 +141,7 @@ class Timing:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time an instruction, or its start if it is not a computation."""
+        """Time an instruction; for communication, only its start."""
         if self.spans is None:
             yield
             return

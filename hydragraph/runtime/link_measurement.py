@@ -1,8 +1,8 @@
-"""Measurement of links within and between nodes, and of all pairs of ranks between two nodes at once.
+"""Measurement of links within and between nodes, and of network cards.
 
 A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
-direction is timed separately. The fastest of several repetitions is used. If pairs between two nodes are slower
-together than alone, they share network cards.
+direction is timed separately. The fastest of several repetitions is used. If all pairs between two nodes are slower at
+once than one pair alone, they share network cards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Messages = tuple[tuple[int, float], ...]  # bytes and seconds
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Links by node, in the order of their first ranks.
+    """Links of each node; nodes are in the order of their first ranks.
 
     Attributes:
         inner: link within each node in its slower direction, or None for a node with one rank.
@@ -155,7 +155,7 @@ def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) ->
 
 
 def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
-    """Return for how many seconds a pair's first rank waits for each answer; `size` and `answer` are in bytes."""
+    """Return the seconds of each exchange: a message of `size` bytes, then an answer of `answer` bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]

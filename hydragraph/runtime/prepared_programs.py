@@ -42,7 +42,7 @@ class BoundBlock:
         aux: template input -> index of the aux graph's output.
         starts: integer inputs: the first row of this rank's vocabulary shard, and the block's index.
         enters: whether, under sequence parallelism, the hidden state comes from another stage.
-            leaves: whether, under sequence parallelism, the result leaves the stage.
+        leaves: whether, under sequence parallelism, the result leaves the stage.
     """
 
     variant: Variant
@@ -64,7 +64,7 @@ class Prepared:
         pulls, pushes: exchanges by name, which is the bucket's name or, in a streamed stage, a name per use.
         handings: exchanges to second owners, by the name of each bucket's last push.
         adds: pushes that follow another push of the same bucket, and so add to the owners' gradients.
-        at_home: buckets whose gradients accumulate directly in the owners' gradients.
+        at_home: buckets whose gradients accumulate directly in this rank's gradient shard.
         shards: for each bucket that this rank uses, parameter name -> (offset, length) in the local buffer.
     """
 

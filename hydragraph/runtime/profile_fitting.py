@@ -1,8 +1,8 @@
 """Fits of the cost models' constants by non-negative least squares.
 
 The fit minimizes the micro-batches' relative errors, weighted by time. Each number of tokens is measured as one
-sequence and as several sequences, whose times differ only in the quadratic part. For attention with a window or chunks,
-the fit has a column with sums of `Reach.pairs`.
+sequence and as several sequences, whose times differ only in the quadratic part. For each attention window
+or chunk size, the fit has a column with the number of token pairs (`Reach.pairs`).
 
 Formulas of Hydraulis -> functions:
 
@@ -33,7 +33,7 @@ LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time tha
 QUADRATIC = 0  # the fit's columns: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-FIRST_NEAR = 3  # first column of sums of pairs
+FIRST_NEAR = 3  # first column with numbers of token pairs
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 
@@ -45,7 +45,7 @@ class CurveFit:
         a, b, c: constants in s / token^2, s / token and s; 0 if the measurements do not show them.
         residual: root mean square relative error, weighted by time.
         quadratic: fraction of the longest micro-batch's time that attention takes.
-        near: for attention with each window or chunk, seconds per pair of tokens.
+        near: for each attention window or chunk size, seconds per pair of tokens.
     """
 
     a: float
@@ -63,7 +63,7 @@ class CurveFit:
     def failure(self) -> str | None:
         """Return why the fit must not be used, or None if it may be."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
-        # Short windows look linear, so part of the quadratic cost may appear as linear, and vice versa.
+        # With short windows, quadratic cost looks linear, so the fit may confuse both.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
@@ -122,7 +122,7 @@ class LinkFit:
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
-    """Fit latency and bandwidth to messages; return None if times do not grow with sizes in bytes."""
+    """Fit latency and bandwidth to message sizes (bytes) and times; return None if times do not grow with size."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
     alike = np.ones(len(measured))  # short and long messages count equally
@@ -236,7 +236,7 @@ def fit_profile(
             unfit[kind] = f"the fit of {noisy[0]} failed: noise hides the cost of attention"
         else:
             pieces[kind] = fitted
-        # Kinds of stages with one degree share UtilLen.
+        # Kinds of stages with the same degree share UtilLen.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
@@ -278,7 +278,7 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
     stages = regular_pipeline(*scheme, len(blocks) - 2, 0).stages
     fits = []
-    first = 1  # block 0 is the prologue
+    first = 1  # block 0 is the embedding
     for i, stage in enumerate(stages):
         last = first + stage.layers
         span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
@@ -317,8 +317,8 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimize weighted squared relative errors, with scaled columns, which differ by ten orders of magnitude."""
-    from scipy.optimize import nnls  # imported here, because few ranks fit a profile
+    """Minimize weighted squared relative errors; columns are scaled, because they differ by up to 10^10."""
+    from scipy.optimize import nnls  # imported here, because few ranks fit
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

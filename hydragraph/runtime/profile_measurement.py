@@ -1,4 +1,4 @@
-"""Measurement of a profile, which has times of templates (graphs that equal blocks share), not of models or strategies.
+"""Measurement of a profile: times of templates (graphs that equal blocks share), not of models or strategies.
 
 Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
 stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously. The median over groups
@@ -99,7 +99,7 @@ class MeasureSettings:
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
-        """Micro-batches to measure, of lengths divisible for sequence parallelism."""
+        """Micro-batches to measure; every tensor-parallel degree divides their numbers of tokens."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
@@ -130,7 +130,7 @@ class DevicePlace:
 
 
 def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks in one place, in rank order, without the remaining ranks."""
+    """Divide the ranks of each place, in order, into groups of `tp`; remaining ranks are in no group."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -325,7 +325,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 def _per_element(
     groups: Groups, repeats: int, make: Callable[[int], Callable[[], object]], types: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Time functions for two shard sizes; return (constant, seconds per element) of each type's slowest rank."""
+    """Time a function for two shard sizes; return (seconds, seconds per element) of each type's slowest rank."""
     device = groups.world.device
     by_size: list[dict[str, float]] = []
     for elements in UPDATED:
@@ -350,7 +350,7 @@ def _per_element(
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Return the relative standard error of the median of normally distributed times, regardless of a few outliers."""
+    """Return the relative standard error of the median of normally distributed times, ignoring outliers."""
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
@@ -434,7 +434,7 @@ class _Bench:
         return [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
-        """Return the forward and backward times averaged over a chain of blocks, which all ranks start together."""
+        """Return forward and backward seconds per block of a chain, which all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))

@@ -30,7 +30,7 @@ class OwnedBoxes:
 
 
 def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
-    """View this rank's 1-D canonical elements of a parameter as boxes of the parameter's natural shape.
+    """View this rank's 1-D part of a parameter (in canonical order) as boxes of the parameter's own shape.
 
     Args:
         once: whether to skip elements that another owner writes.

@@ -62,7 +62,7 @@ class SpeedProbe:
         self.most_s = 0.0
 
     def __call__(self) -> ProbeResult:
-        """Run the probe, and return its result, or an empty result if `most_s` is 0."""
+        """Run the probe; return an empty result if `most_s` is 0."""
         if self.most_s <= 0:
             return ProbeResult()
         size = SIZES[self._device.type]

@@ -43,7 +43,7 @@ class DeviceStreams(Protocol):
         """Queue the calls of this context on a stream; other calls are queued on `Stream.COMPUTE`."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a separate stream without instructions."""
+        """Queue the calls of this context on a separate stream, which runs no instructions."""
 
     def mark(self) -> Mark:
         """Mark the end of the current queue."""

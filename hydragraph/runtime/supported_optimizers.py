@@ -81,7 +81,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Check that no hook changes an optimizer's updates or gradients; this is cheap enough for every step.
+    """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
 
     Raises:
         Unsupported: the optimizer or one of its tensors has hooks.

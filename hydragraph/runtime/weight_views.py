@@ -24,7 +24,7 @@ class WeightView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Among saved values, replace views of weights (bucket -> 1-D tensor) by `WeightView`s."""
+    """Return saved values with views of weights (bucket -> 1-D tensor) replaced by `WeightView`s."""
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
     def replaced(value: Any) -> Any:
