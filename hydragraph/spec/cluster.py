@@ -31,7 +31,7 @@ from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
-# Plausible range of each field, and its unit; a value outside the range was given in another unit.
+# Plausible range of each field, and its unit; a value outside the range is in another unit.
 _UNITS = {
     "flops_per_s": (1e7, math.inf, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, math.inf, "bytes, such as 80e9"),
@@ -157,7 +157,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pair:
-    """A link between nodes of two device types, used instead of the slower of their `outer` links."""
+    """A link between nodes of two device types, which replaces the slower of their `outer` links."""
 
     types: tuple[str, str]
     bytes_per_s: float
@@ -185,7 +185,7 @@ class Cluster:
     Attributes:
         within_node: link between ranks of one node; None if `nodes` is set.
         between_nodes: link between ranks of different nodes; None if `nodes` is set.
-        cards: each rank's network card in its node; empty: devices of a node share its cards in rank order.
+        cards: index of each rank's network card in its node; if empty, devices share cards in rank order.
     """
 
     devices: tuple[Device, ...]
@@ -250,7 +250,7 @@ class Cluster:
         between_nodes: Interconnect | None = None,
         ranks_per_node: int | None = None,
     ) -> Cluster:
-        """Return `ranks` copies of `device`, with `ranks_per_node` per node (None: one node)."""
+        """Return a cluster of `ranks` copies of `device`, with `ranks_per_node` per node (None: one node)."""
         per_node = ranks if ranks_per_node is None else ranks_per_node
         if ranks < 1 or per_node < 1:
             raise ValueError(f"ranks is {ranks}, ranks_per_node is {ranks_per_node}: both must be at least 1")
@@ -293,7 +293,7 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Interconnect:
         if a == b:
-            raise ValueError(f"device {a} has no link to itself: price a local copy by its memory_bytes_per_s")
+            raise ValueError(f"device {a} has no link to itself: compute a local copy's time from memory_bytes_per_s")
         return self.link_between(self.node_of(a), self.node_of(b))
 
     def link_between(self, one: int, other: int) -> Interconnect:
@@ -361,7 +361,7 @@ class Cluster:
 
     def _device(self, rank: int) -> Device:
         if not 0 <= rank < len(self.devices):
-            raise ValueError(f"device {rank} is unknown: the cluster has {len(self.devices)} devices (from 0)")
+            raise ValueError(f"device {rank} is unknown: the cluster has {len(self.devices)} devices, numbered from 0")
         return self.devices[rank]
 
     @cached_property

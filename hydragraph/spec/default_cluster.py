@@ -13,7 +13,7 @@ _NVLINK = 450e9  # bytes/s in each direction
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
-    """Return a cluster of GPUs, eight per node; each has NVLink and a 400 Gb/s network card."""
+    """Return a cluster of GPUs, each with NVLink and a 400 Gb/s network card, in nodes of eight."""
     return Cluster.homogeneous(
         ranks,
         device=device,

@@ -26,7 +26,7 @@ class Home:
         copies: 1 or 2. With 2, a second owner on another node also updates each element; `shares` count both copies.
         buckets: bucket name -> shares by rank, instead of `shares`. A bucket is the trainable or the frozen part of a
             block, or a tied parameter.
-        nodes: node of each rank, to place second owners. None: each host is a node; on a single host, each rank is.
+        nodes: node of each rank, to place second owners. None: one node per host or, on a single host, per rank.
         rule: how to choose owners of buckets that are not in `buckets`. "stages" chooses the ranks of the stages that
             use the bucket; "auto" chooses the ranks that exchange the bucket fastest and have enough memory. With a
             rule, `shares` are relative weights of the chosen ranks.

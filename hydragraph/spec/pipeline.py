@@ -27,8 +27,8 @@ class Stage:
             backward. "gradients": push gradients after each backward, but pull weights once per iteration. False: pull
             and push once per iteration.
         offload: keep activations in host memory between forward and backward.
-        sums_in_pieces: split the tokens of products that need an all-reduce into `PIECES` pieces, and reduce each piece
-            while the next one is computed. Not with sequence_parallel.
+        sums_in_pieces: split matrix products that need an all-reduce into `PIECES` pieces of tokens, and reduce each
+            piece while the next is computed. Not with sequence_parallel.
     """
 
     devices: tuple[int, ...]
@@ -105,7 +105,7 @@ class Pipeline:
 
     @property
     def shape(self) -> tuple[tuple[int, StageKind, bool | str, bool, int], ...]:
-        """Description of the stages without their devices."""
+        """The stages without their devices."""
         stages = zip(self.stages, self.rows, strict=True)
         return tuple((s.layers, s.kind, s.stream, s.offload, row) for s, row in stages)
 

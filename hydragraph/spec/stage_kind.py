@@ -27,7 +27,7 @@ class StageKind(NamedTuple):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The options in words."""
+        """Options in words."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
         return (
             *["sequence parallel"] * self.sequence_parallel,
@@ -51,7 +51,7 @@ class StageKind(NamedTuple):
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Number of pieces with `sums_in_pieces`. More pieces would hide more of the sums, but each piece adds latency.
+# Number of pieces with `sums_in_pieces`. More pieces would hide more communication, but each piece adds latency.
 PIECES = 2
 # Memory budgets that the planner proposes; few, because each needs its own compilation.
 BUDGETS = (0.75, 0.5, 0.25)

@@ -67,7 +67,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return `<tp,pp,v>` (v: `visits`), starting at device `first`; the last stages get one remaining layer each."""
+    """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first`; the last stages each get one remaining layer."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
