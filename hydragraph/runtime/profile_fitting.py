@@ -290,7 +290,7 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
 def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
     notes = [f"<tp{tp},pp{pp}>: {fit.doubt}" for (tp, pp), fit in fits.items() if fit.doubt]
     if not messages:
-        return [*notes, "no message was measured, because one rank has no links"]
+        return [*notes, "no message was measured, because a single rank has no links"]
     if link is None:
         return [*notes, "message times do not grow with message sizes, so no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:

@@ -46,7 +46,7 @@ def test_a_model_is_measured_and_its_strategies_can_be_priced(tmp_path: Path) ->
     assert {*profile.schemes, *profile.failed} == {(1, 1), (1, 2)}
     assert {*profile.pieces, *profile.unfit} == {StageKind(1), StageKind(1, False, True)}
     assert all(f"<tp1,pp{pp}>" in result.stdout for pp in (1, 2))
-    assert "note: no message was measured, because one rank has no links" in result.stdout
+    assert "note: no message was measured, because a single rank has no links" in result.stdout
     assert result.exit_code == int(not profile.schemes)
 
 

@@ -225,7 +225,7 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
 
 def test_profiles_say_what_is_doubtful() -> None:
     one = fit_profile("alone", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, [])
-    assert one.notes == ("no message was measured, because one rank has no links",)
+    assert one.notes == ("no message was measured, because a single rank has no links",)
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
     two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
     assert "differ from latency + bytes / bandwidth" in two.notes[0]
