@@ -1,4 +1,4 @@
-"""Capture of a run's model without weights, and the costs of the run."""
+"""Functions that trace a run's model without weights and build its cost model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program_of(config: TrainConfig, model: nn.Module) -> Program:
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
-    """Return a config's model on the meta device, its program, and a compiler that yields the same graphs as a run.
+    """Return a config's model on the meta device, its traced program, and a compiler of the same graphs as in a run.
 
     Raises:
         Unsupported: the model cannot be captured.
@@ -100,10 +100,10 @@ def costs_of_run(
 
 
 def run_assignment(costs: Costs, strategy: Strategy, lengths: Sequence[int], known: bool) -> Assignment:
-    """Assign a mini-batch as a run does.
+    """Assign a mini-batch's sequences to pipelines and micro-batches, as a run does.
 
     Args:
-        known: whether the run uses these costs; if not, or if a sequence does not fit, use the quick plan.
+        known: whether the run has these costs; if not, or if a sequence does not fit in memory, use the quick plan.
     """
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign

@@ -1,4 +1,4 @@
-"""`hydragraph check`: predicted memory and seconds of a run."""
+"""`hydragraph check`: predict memory and seconds per step of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. "
-    "With --profile profile.json, seconds come from measurements."
+    "With --profile profile.json, seconds are predicted from measurements."
 )
 
 
@@ -86,15 +86,15 @@ def check_command(options: CheckOptions) -> None:
     """Predict for each strategy whether it fits into memory, what uses most of the memory, and the seconds per step.
 
     The command rejects each setting, file, model, strategy and optimizer that training would reject, and reports
-    missing data. Without --cluster and plan.cluster, each rank is an H200. With `device: cpu`, each rank gets an equal
-    share of this machine's memory, and the seconds are unknown.
+    missing data. Unless --cluster or plan.cluster is set, each rank is an H200. With `device: cpu`, each rank gets an
+    equal share of this machine's memory, and the seconds are unknown.
 
-    Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and optimizer
-    state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s, without
-    recomputation and gradients of frozen weights, relative to the devices' peak. If the config does not set `device`,
-    or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time that kernel
-    launches take, and the number of tokens below which they take more than half. The exit code is 1 if a strategy does
-    not fit, or if training on this machine would fail because of the data.
+    Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and its
+    optimizer state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s,
+    without recomputation and gradients of frozen weights, relative to the devices' peak. If the config does not set
+    `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
+    that kernel launches take, and the number of tokens below which they take more than half. The exit code is 1 if a
+    strategy does not fit, or if training on this machine would fail because of the data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -120,7 +120,6 @@ def check_command(options: CheckOptions) -> None:
     trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)
-    # A profile may describe devices other than the default ones.
     priced = options.prices(config)
     comparable = priced and (options.profile is None or options.cluster is not None)
     screen = Console(stderr=True)

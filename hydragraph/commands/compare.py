@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
-    "hydragraph compare runs/demo --profile profile.json. This writes runs/demo/corrections.json: pass it to simulate, "
-    "check and plan as --corrections."
+    "hydragraph compare runs/demo --profile profile.json. The last command writes runs/demo/corrections.json: pass "
+    "it to simulate, check and plan as --corrections."
 )
 
 
@@ -40,10 +40,10 @@ class CompareOptions(CommonOptions):
 def compare_command(options: CompareOptions) -> None:
     """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
 
-    Each second of a rank counts for one kind. A wait counts for the other ranks until they have sent, and then for the
-    transfer. The first step of each strategy is excluded, because it also compiles and connects. --profile and
-    --cluster default to the config's plan.profile and plan.cluster. Without a cluster, the devices are the profile's;
-    without a profile either, they are H200s.
+    Each second of a rank counts as one kind. If a rank waits for a message, the time until the message is sent counts
+    as waiting for ranks, and the rest as transfer. The first step of each strategy is excluded, because it includes
+    compilation. --profile and --cluster default to the config's plan.profile and plan.cluster. Without a cluster, the
+    devices are those of the profile; without both, they are H200s.
     """
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare
@@ -88,7 +88,7 @@ def run_costs(
 
 def _print(found: RunComparison, corrections: Path) -> None:
     print(found.source)
-    left = f", without steps {', '.join(map(str, found.warming))}" if found.warming else ""
+    left = f", excluding steps {', '.join(map(str, found.warming))}" if found.warming else ""
     headings = ("strategy", "steps", "measured", "predicted", "measured / predicted")
     table = new_table(f"median time of a step{left}", headings)
     for text, count, measured, predicted in found.strategies:

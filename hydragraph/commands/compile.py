@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' "
-    "--output compiled, then read compiled/graphs and compiled/strategies. To compile for more ranks than the config "
-    "has: --ranks 64."
+    "--output compiled, then read compiled/graphs and compiled/strategies."
 )
 
 
@@ -67,7 +66,7 @@ class CompileOptions(ConfigOptions):
         str | None,
         typer.Option(help="With --device cuda: compile for sm_80, sm_90 or sm_100 without a GPU. See show --kernels."),
     ] = None
-    trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
+    trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code for train --trust.")] = False
 
     def load(self) -> TrainConfig:
         config = with_strategies(super().load(), self.strategies)
@@ -121,8 +120,8 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     if config.model.architecture is not None and "vocab_size" not in (config.model.config or {}):
         print(
             f"hydragraph: the tokenizer is not trained yet, so its vocabulary is assumed to have "
-            f"{config.data.vocab_size} tokens (data.vocab_size). If it learns fewer, training rejects the folder: "
-            "compile again, or set model.config.vocab_size",
+            f"{config.data.vocab_size} tokens (data.vocab_size). If the trained tokenizer has fewer, training "
+            "rejects the folder: compile again, or set model.config.vocab_size",
             file=sys.stderr,
         )
     return config.data.vocab_size, 0

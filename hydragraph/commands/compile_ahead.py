@@ -24,7 +24,7 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # cached variants; an evicted variant would be counted twice
+_KEPT = 1 << 20  # maximum number of cached variants; an evicted variant would be counted twice
 _TOKENS = 1024  # saved bytes are measured at this number of tokens and at twice this number
 
 Tell = Callable[[str], None]
@@ -32,11 +32,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class VariantRecord:
-    """One template (the graph of equal blocks), compiled for some ranks of one kind of stage.
+    """A template (the graph that equal blocks share), compiled for some ranks of one kind of stage.
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        indices: positions in the stage of the ranks that run the variant.
+        indices: positions, within the stage, of the ranks that run the variant.
         saved_bytes_per_token: bytes of saved values per token, excluding inputs and the output.
     """
 
@@ -67,7 +67,7 @@ class StrategyRecord:
     Attributes:
         strategy: the strategy's text with its fingerprint; the user's text if the strategy does not fit.
         folder: folder of the strategy's files; "" if the strategy does not fit.
-        pull_bytes, push_bytes: bytes sent between ranks in one iteration.
+        pull_bytes, push_bytes: bytes of weights and gradients sent between ranks in one iteration.
         problem: why the strategy does not fit; "" if all programs are proven complete and free of deadlocks.
     """
 
@@ -112,8 +112,8 @@ class Compiler:
 
     Args:
         backend: "eager", or "inductor", which fills its cache on disk.
-        tell: called with the name of each part to compile.
-        built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
+        tell: called with the name of each strategy and graph to compile.
+        built: kernels for a GPU that this machine does not have (`private.absent_gpu`); None: compile for this machine.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Data of a model and its compiled blocks for `hydragraph show DIR`."""
+"""Sizes of a model and its compiled blocks, stored for `hydragraph show DIR`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockData:
 
     Attributes:
         gradients: bytes of the parameters' gradients from one micro-batch.
-        sent: bytes sent for tensor-parallel sums.
+        sent: bytes that a rank sends for tensor-parallel sums.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class ModelData:
 
 
 class RecordedBlocks:
-    """`cost.rank_memory.Blocks` for the data of a compiled folder."""
+    """Implementation of `cost.rank_memory.Blocks` for a compiled folder."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data

@@ -29,8 +29,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
         overrides: as for `TrainConfig.load`; not written to the file.
 
     Raises:
-        ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` exists with other
-            contents.
+        ValueError: `paths` is invalid, or `to` exists with other contents.
     """
     configs = [path for path in paths if _is_config(path)]
     if not configs:

@@ -56,7 +56,6 @@ def devices_command(options: DevicesOptions) -> None:
 
 
 def discover_rank(device: str | None) -> Discovered:
-    """Measure the devices and links together with all other ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

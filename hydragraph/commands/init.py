@@ -29,7 +29,7 @@ class InitOptions(CommonOptions):
 
 @verb
 def init_command(options: InitOptions) -> None:
-    """Write a config with comments for your data, your model and this machine's devices, without asking questions."""
+    """Write a commented config for your data, your model and this machine's devices."""
     to = options.to
     if to.exists() and (to.is_dir() or not options.overwrite):
         fix = "name a file with --to" if to.is_dir() else "replace it with --overwrite, or name another file with --to"

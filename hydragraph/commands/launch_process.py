@@ -42,10 +42,10 @@ def torchrun_rendezvous() -> str:
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the run that was in the output folder before this torchrun job.
+    """Return the start time of the run that was in the output folder before this torchrun job; 0: none.
 
-    The job's first attempt writes the time to torchrun's store, which outlives ranks. Without a shared store, a run
-    that began after torchrun's process belongs to this job, so return 0.
+    The job's first attempt writes this time to torchrun's store, which outlives the ranks. Without a shared store, a
+    run that began after torchrun's process belongs to this job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -75,7 +75,9 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Call a function on the launcher's ranks and return this rank's result, or on new ranks and return rank 0's.
+    """Call a function on every rank.
+
+    Under a launcher, return this rank's result. Otherwise, start local ranks and return rank 0's result.
 
     Args:
         elastic: how ranks continue when some are lost; None: a loss ends the run.

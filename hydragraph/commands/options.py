@@ -48,15 +48,15 @@ ProfileFile = Annotated[
     str | None,
     typer.Option(
         "--profile",
-        help="A file that hydragraph profile wrote; default: plan.profile for a run or with plan.cluster, else a "
-        "datasheet.",
+        help="A file that hydragraph profile wrote; default: the config's plan.profile for the config's "
+        "devices, else a datasheet.",
     ),
 ]
 Efficiency = Annotated[
     float | None,
     typer.Option(
-        help="Without a profile: assume that computation reaches this fraction of the peak FLOP/s, instead of a "
-        "roofline model."
+        help="Without a profile: assume that computation reaches this fraction of the peak FLOP/s, instead of using "
+        "a roofline model."
     ),
 ]
 CorrectionsFile = Annotated[
@@ -84,8 +84,8 @@ Options = TypeVar("Options", bound="CommonOptions")
 class CommonOptions:
     """Options of every command.
 
-    A subclass adds a field for each option or argument, annotated for typer. `PANEL` is the heading under which
-    the help lists the fields of a class.
+    A subclass adds a field for each option or argument, annotated for typer. `PANEL` is the heading of its fields in
+    the help.
     """
 
     PANEL: ClassVar[str | None] = None
@@ -104,8 +104,6 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(CommonOptions):
-    """Options of commands that read a run's config."""
-
     config: Config
     overrides: Set = None
 
@@ -140,7 +138,7 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def read_counts(text: str, pipelines: int) -> list[int]:
-    """Parse the number of micro-batches per pipeline: "4,2", or one number for all; raise a ValueError if invalid."""
+    """Parse the number of micro-batches per pipeline: "4,2", or one number for all."""
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
         raise ValueError(
@@ -204,13 +202,13 @@ def chosen_home(text: str | None, configured: Home) -> Home:
 def chosen_strategies(
     named: Sequence[str] | None, configured: Sequence[str], ranks: int | None = None
 ) -> tuple[str, ...]:
-    """Return the strategies of the command line, or those of the config if the command line has none.
+    """Return the command line's strategies; if it has none, return the config's.
 
     Args:
         ranks: replace "auto" in a config by data parallelism over this number of ranks; None: reject "auto".
 
     Raises:
-        ValueError: the strategies are "auto", which is planned only when training starts.
+        ValueError: the strategies are "auto", and `ranks` does not replace it.
     """
     texts = tuple(named or configured)
     if "auto" not in texts:
@@ -226,6 +224,6 @@ def chosen_strategies(
 
 
 def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int | None = None) -> TrainConfig:
-    """Return the config with `chosen_strategies`, and without re-planning, which may need "auto"."""
+    """Return the config with `chosen_strategies`; re-planning is disabled, because it may need "auto"."""
     strategies = chosen_strategies(named, config.strategies, ranks)
     return replace(config, strategies=strategies, elastic=replace(config.elastic, replan=None, dry_run=False))

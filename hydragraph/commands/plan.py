@@ -24,13 +24,12 @@ def plan_command(options: PlanOptions) -> None:
     """Propose strategies for your data or your devices and predict their seconds, without running anything.
 
     For equal devices (--devices), the candidates are chosen for the sequence lengths and compared on mini-batches
-    drawn from these lengths. A table compares each candidate's seconds per iteration with the best homogeneous
-    strategy's, and explains why candidates are slower.
+    drawn from these lengths. A table compares each candidate's seconds per iteration with those of the best
+    homogeneous strategy, and explains why candidates are slower.
 
     For devices that differ in type, memory or current speed (--cluster), the plan assigns devices to pipelines and
     stages, and divides layers, data and state among them. The command prints the plan, a lower bound on its time, and
-    rival plans. First write the cluster file. To use measured speeds instead of a datasheet's, also measure a profile
-    on each type of device. Then plan, look at the picture (--picture), and train with the strategy that --output wrote.
+    rival plans. First write the cluster file and, to use measured speeds, measure a profile on each type of device.
     """
     options.check()
     if options.cluster is None:

@@ -56,7 +56,7 @@ def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
 
 
 def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
-    """Return the costs, with exact memory if there is a config, and a sentence on their source.
+    """Return the costs and a sentence that names their source; with a config, memory is exact.
 
     Raises:
         ValueError: profiles, cluster, health and model do not match.
@@ -97,10 +97,10 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
-    """Compile all kinds of stages; remove kinds from the profile whose compilation does not begin within `seconds`.
+    """Compile the graphs of all kinds of stages; return costs without kinds that did not begin within `seconds`.
 
-    Kinds without sequence parallelism and recomputation come first, or last if `backwards`. Kinds of one device are
-    always compiled.
+    Kinds without sequence parallelism and recomputation are compiled first, or last if `backwards`. Kinds with one
+    device per stage are always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 COMPILING = 0.6  # fraction of the deadline for compiling graphs
-EXPLAINING = 1.0  # time for explaining the plan, relative to the planning time
-OFFERED = 4  # maximum number of printed offers
+EXPLAINING = 1.0  # maximum time for explaining the plan, relative to the planning time
+OFFERED = 4  # maximum number of rental offers to print
 
 
 @uncollected()
@@ -41,7 +41,7 @@ def plan_devices(asked: PlanOptions) -> None:
 
     began = time.monotonic()
     assert asked.cluster is not None, "plan_command calls this only with --cluster"
-    # Mistakes are reported before the planner is imported.
+    # Report mistakes before the slow import of the planner.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.workload(config)
@@ -140,7 +140,7 @@ def _running(text: str, costs: Costs) -> Strategy:
         if (last := max(strategy.devices)) >= costs.ranks:
             raise ValueError(
                 f"the strategy uses rank {last}, but the cluster file has {costs.ranks} devices: list all devices of "
-                "the strategy there, and lost ones with .inf in --health"
+                "the strategy in the cluster file, and set lost devices to .inf in --health"
             )
         strategy.check(costs.outline.layers, costs.ranks)
     except ValueError as error:
@@ -152,7 +152,7 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)
-    # With these costs, the run assigns sequences to pipelines as planned.
+    # With these settings, the run assigns sequences to pipelines as planned.
     priced = {"choose": "true", "cluster": str(asked.cluster)}
     if asked.budget is not None:
         priced["cluster"] = str(path.with_name(f"{path.stem}-cluster.yaml"))

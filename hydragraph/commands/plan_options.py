@@ -110,7 +110,7 @@ class UnevenOptions(CommonOptions):
         typer.Option(
             "--price",
             metavar="TYPE=DOLLARS",
-            help="Price per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
+            help="Dollars per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
             "without work cost nothing. Repeatable.",
         ),
     ] = None
@@ -118,7 +118,7 @@ class UnevenOptions(CommonOptions):
         float | None,
         typer.Option(
             metavar="DOLLARS",
-            help="Maximum dollars per hour: rent the nodes that train fastest within this budget. --cluster must "
+            help="Maximum dollars per hour: choose the nodes that train fastest within this budget. --cluster must "
             "list all nodes that can be rented. Needs --price.",
         ),
     ] = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --output profile.json, then "
-    "hg.Profile.load('profile.json'). Under torchrun it measures the ranks that torchrun has started."
+    "hg.Profile.load('profile.json'). Under torchrun, the command measures on the ranks that torchrun started."
 )
 
 
@@ -173,8 +173,8 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
         constant, per_parameter = profile.update
         print(
             f"device type {profile.type}: an update takes {1e6 * constant:.3g} us + {1e9 * per_parameter:.3g} ns per "
-            f"element of a rank's shard, a commit {1e6 * profile.commit_s:.3g} us + {1e9 * profile.norm_s:.3g} ns "
-            "per element"
+            f"element of a rank's shard, and the commit (all-reduce and gradient norm) before it takes "
+            f"{1e6 * profile.commit_s:.3g} us + {1e9 * profile.norm_s:.3g} ns per element"
         )
     for note in profile.notes:
         print(f"note: {note}")

@@ -1,4 +1,4 @@
-"""Runnable Python code for a compiled variant's graphs, with the model's names."""
+"""Runnable Python code for a compiled variant's graphs, with names from the model."""
 
 from __future__ import annotations
 

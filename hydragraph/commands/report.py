@@ -59,8 +59,8 @@ def report_command(options: ReportOptions) -> None:
     """Write one HTML file with timelines, memory, traffic, and a comparison of strategies.
 
     For a config, the report simulates the strategies. For a plan, it explains why rivals are worse. For a run, it shows
-    losses, speed and changes of ranks, and if the run was traced, compares predicted and measured times. The file needs
-    no network and no other file.
+    losses, speed and lost, slow or new ranks; if the run was traced, it also compares predicted and measured times. The
+    file is self-contained.
     """
     from hydragraph.report.page import write_report
 

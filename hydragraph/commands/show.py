@@ -80,7 +80,7 @@ class ShowOptions(CommonOptions):
 
     @property
     def looks(self) -> bool:
-        """Whether a view of a compiled folder was requested."""
+        """Whether an option requests a view of a compiled folder."""
         views = (self.memory, self.traffic, self.kernels, self.schedule)
         return any(views) or self.parameter is not None or self.diff is not None
 

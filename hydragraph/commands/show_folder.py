@@ -28,7 +28,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class ShownStrategy:
-    """One strategy of a folder, read on demand."""
+    """One strategy of a compiled folder; its files are read on demand."""
 
     record: StrategyRecord
     folder: Path
@@ -60,7 +60,7 @@ class ShownStrategy:
 
 @dataclass(frozen=True)
 class ShownFolder:
-    """A compiled folder: summary, model's data, and strategies that fit."""
+    """A compiled folder: its summary, the model's sizes, and the strategies that fit."""
 
     path: Path
     summary: Summary
@@ -80,7 +80,7 @@ class ShownFolder:
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies with these texts, fingerprints, folders or numbers, or all if `texts` is empty.
+        """Return the strategies that `texts` names by text, fingerprint, folder or number; all if it is empty.
 
         Raises:
             ValueError: the folder has no such strategy.
@@ -135,7 +135,7 @@ def overview(folder: ShownFolder) -> Iterator[str]:
             f"pulls {bytes_text(record.pull_bytes)}, pushes {bytes_text(record.push_bytes)}"
         )
     yield "For details, pass --rank N, --parameter NAME, --memory, --traffic, --schedule or --diff OTHER."
-    yield "--strategy chooses by number, text or fingerprint."
+    yield "--strategy chooses a strategy by number, text or fingerprint."
 
 
 def shortened(lines: Sequence[str], rows: int = ROWS, more: str = "") -> Iterator[str]:

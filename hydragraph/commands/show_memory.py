@@ -22,7 +22,7 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield each rank's peak memory by kind. With many ranks, yield only the first rank of each program.
+    """Yield each rank's peak memory by kind; with many ranks, only that of the first rank of each program.
 
     Args:
         tokens: tokens per micro-batch, all in one sequence.

@@ -16,11 +16,10 @@ from hydragraph.report.number_text import bytes_text
 def parameter_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], name: str, rank: int | None
 ) -> Iterator[str]:
-    """Yield a parameter's owners and users, or raise a ValueError for an unknown name."""
     bucket, parameter = _find(folder, name)
     yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
     yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"
-    yield f"home ({folder.data.home}; fp32 weights and optimizer state; elements are numbered in sharding order)"
+    yield f"home ({folder.data.home}; fp32 weights and optimizer state; elements ordered by the sharded dimension)"
     yield from shortened(list(_owners(folder, bucket, parameter, rank)), more=": --rank N shows one")
     for strategy in strategies:
         yield f"under {strategy.name}"

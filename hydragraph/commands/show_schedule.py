@@ -42,7 +42,7 @@ class Task:
 
     @property
     def text(self) -> str:
-        """Label such as F0, B0, I0 or W0; F0:1 on a rank's second interleaved stage."""
+        """Label such as F0 (forward of micro-batch 0), B0, I0 or W0; F0:1 on a rank's second interleaved stage."""
         return f"{self.work.value}{self.number}"
 
     @property
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StageRow:
-    """Work of stages with equal tasks and times."""
+    """Stages that run the same tasks at the same times."""
 
     pipelines: tuple[int, ...]
     stage: int
@@ -120,7 +120,7 @@ def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: 
         rows = _of_rank(every, rank)
         yield f"under {strategy.name}"
         if not rows:
-            yield f"  rank {rank} is in no stage: it only stores its share of the weights"
+            yield f"  rank {rank} belongs to no stage: it only stores its share of the weights"
             continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1

@@ -52,7 +52,7 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions):
-    """Options for the strategies, devices and data of a simulated step; contradictory options raise a ValueError."""
+    """Options of a simulated step; contradictory options raise a ValueError."""
 
     cluster: ClusterFile = None
     devices: DeviceCount = None
@@ -134,10 +134,10 @@ class SimulateOptions(StepOptions):
 def simulate_command(options: SimulateOptions) -> None:
     """Predict the time of every strategy by simulating all ranks' programs; the fastest strategy is listed first.
 
-    Computation time comes from the profile, or from floating-point operations. Communication time comes from the exact
-    bytes on every link. Transfers share ports and network cards. "busy" is the fraction of the iteration in which a
-    rank computes, including tensor-parallel traffic. "exposed" is the time that computation waits for weights (pull),
-    gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
+    Computation time comes from the profile or, without one, from FLOPs and a datasheet. Communication time comes from
+    the exact bytes on every link; transfers share ports and network cards. "busy" is the fraction of the iteration in
+    which a rank computes, including tensor-parallel traffic. "exposed" is the time that computation waits for weights
+    (pull), gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
     """
     from hydragraph.cost.what_if import what_if
     from hydragraph.spec.health import Health

@@ -142,7 +142,7 @@ def train_command(options: TrainOptions) -> None:
     if config.elastic.survives and launched() and nodes is None and leads():
         _print(
             "elastic: the launcher (such as torchrun) ends all ranks when one is lost, because it started them: to "
-            "survive a loss, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
+            "survive a loss, let the launcher start one process per machine (--nproc-per-node 1) that starts the ranks"
         )
 
     def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
@@ -172,7 +172,7 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Return the config; `elastic.min_ranks` defaults to 1 if the run measures devices and starts its own ranks."""
+    """Return the config; set an unset `elastic.min_ranks` to 1 if the run measures devices and starts its own ranks."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config
@@ -232,12 +232,12 @@ def _train(
     folder = RunFolder(Path(config.output))
     before = folder.began if before is None else before
     if nodes is not None and nodes.handed is not None:
-        begin, step = folder.again(begin, before, step)  # how to start if no rank remains
+        begin, step = folder.again(begin, before, step)  # how to start again if no rank is left
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
     elif relay is not None or not launched():
-        folder.check(config, begin, step)  # before processes are started
+        folder.check(config, begin, step)
         folder.refuse_shared()
     lost = _ALL_LOST if config.elastic.survives else 0
     while True:
@@ -252,7 +252,7 @@ def _train(
             work = (config.ranks, train_rank, config, begin, step, trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
-            raise  # it would fail again, or this machine no longer leads
+            raise  # a restart would fail too, or this machine no longer leads
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
                 raise Interrupted(stopping.signal) from None  # the signal arrived before that rank could handle it

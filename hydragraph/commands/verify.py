@@ -28,7 +28,7 @@ class VerifyOptions(ConfigOptions):
 
 @verb
 def verify_command(options: VerifyOptions) -> None:
-    """Compare every strategy's loss and gradients with one device's, on the CPU.
+    """Compare every strategy's loss and gradients with those of one device, on the CPU.
 
     The exit code is 1 if an error exceeds its tolerance.
     """

@@ -32,8 +32,6 @@ _Compiled = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(CommonOptions):
-    """Output files of a measurement."""
-
     csv: Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")] = None
     picture: Annotated[Path | None, typer.Option(help="Also draw the results as bars in this PNG file.")] = None
     json: Annotated[
@@ -186,7 +184,7 @@ class BenchStepOptions(BenchOptions):
 
 @verb
 def step_command(options: BenchStepOptions) -> None:
-    """Compare one rank's tokens/s and MFU with the Hugging Face model's, on variable-length batches.
+    """Compare one rank's tokens/s and MFU with those of the Hugging Face model, on sequences of varying length.
 
     The Hugging Face model runs in three ways: eagerly on padded batches, eagerly on packed batches with PyTorch's flash
     attention, and on packed batches with each layer and the loss compiled by torch.compile. All models train on the

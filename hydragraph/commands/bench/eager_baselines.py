@@ -121,7 +121,7 @@ def baselines(
 
     def with_packed_attention() -> nn.Module:
         model = build()
-        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)  # shared
+        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)  # share the weights
         _use_attention(model)
         return model
 

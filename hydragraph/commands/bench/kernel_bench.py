@@ -15,7 +15,7 @@ from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # hides launch overhead
+AT_LEAST_S = 0.01  # seconds per round, to hide launch overhead
 TOLERANCE = 2e-2  # relative error of bf16 results
 FOREIGN = ("compiled", "varlen_attn", "torch fused")  # sides that may fail in PyTorch's code
 NOISE = 0.98  # minimum ratio that counts as equally fast
@@ -24,7 +24,7 @@ COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "p
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One measured side: GB/s or TFLOP/s, percent of the ceiling, and allocated memory."""
+    """One measured side; `rate` is in GB/s or TFLOP/s, and `percent` is relative to the ceiling."""
 
     kernel: str
     size: str
@@ -41,7 +41,7 @@ def bench_kernels(
     tell: Callable[[str], None] = lambda what: None,
     keep: Callable[[BenchReport], None] = lambda report: None,
 ) -> BenchReport:
-    """Measure the named kernels, or all kernels if there are no names.
+    """Measure the named kernels; by default, all.
 
     Args:
         keep: called with the report so far, after every case.

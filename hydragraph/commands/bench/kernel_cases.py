@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Device, dtype and sizes of a benchmark; `full` selects the sizes for a GPU."""
+    """Settings of a benchmark; `full` selects the sizes for a GPU."""
 
     device: torch.device
     dtype: torch.dtype

@@ -42,7 +42,7 @@ def simulated(
     moved: Traffic,
     home: Home | None = None,
 ) -> Overlap:
-    """Simulate a step with and without its pulls (or pushes), and these transfers without computation.
+    """Simulate a step with and without its pulls (or pushes), and the transfers without computation.
 
     Args:
         tokens: tokens per micro-batch, all in one sequence.
