@@ -26,7 +26,7 @@ class TimeKind(Enum):
     OFFLOAD = "offload"  # starting copies to and from the host, and waiting for them
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # waiting for ranks that have not yet sent, or reached the commit
+    LATE = "waiting for ranks"  # waiting for ranks that have not yet sent a message or reached the commit
     OTHER = "between instructions"
 
 
@@ -59,7 +59,7 @@ class TimeAccount:
     """Time of one rank in an iteration, by kind.
 
     Attributes:
-        transfers: seconds of each message after its last participant starts it. Traced runs list only messages that
+        transfers: seconds of each message after its last participant starts it; in traced runs, only of messages that
             the rank waited for.
     """
 
@@ -181,7 +181,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # when the data is ready on all ranks
+Issues = Mapping[tuple[Op, str], float]  # seconds when the data is ready on all ranks
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

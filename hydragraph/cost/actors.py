@@ -1,7 +1,7 @@
-"""Actors: each simulates all ranks of a stage as one.
+"""Actors: each represents all ranks of a stage in a simulation.
 
-Programs of one stage's ranks differ only in peers, as do those of equal pipelines, so a thousand ranks run only a few
-dozen different programs.
+The programs of a stage's ranks differ only in their peers, and so do those of equal pipelines. Therefore, a thousand
+ranks run only a few dozen different programs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """Program of one of an actor's ranks; the other fields refer to `instructions` by index.
+    """Program of one rank of an actor; the other fields contain indices of `instructions`.
 
     Attributes:
         needs: for each instruction, the instructions of other queues that must end before it begins.
@@ -251,13 +251,13 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):
             if one != two:
                 raise ValueError(
-                    f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: without sends and "
-                    f"frees, instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other; pass "
+                    f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: ignoring sends "
+                    f"and frees, instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other; pass "
                     "these programs to verify()"
                 )
         if len(first) != len(shape(other)):
             raise ValueError(
-                f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: without sends and "
-                f"frees, one has {len(first)} instructions and the other {len(shape(other))}; pass these programs to "
-                "verify()"
+                f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: ignoring sends "
+                f"and frees, one has {len(first)} instructions and the other {len(shape(other))}; pass these programs "
+                "to verify()"
             )

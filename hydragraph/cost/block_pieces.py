@@ -45,11 +45,11 @@ class BlockPiece:
         fixed: temporary bytes that do not depend on the tokens.
         frozen: parameter elements without gradient.
         forward, backward: separate curves; None: the forward takes a third of `seconds`, a quarter with recomputation.
-        reduced: how many hidden states the tensor-parallel ranks sum in (forward, backward); `seconds` excludes these
-            sums.
-        during_sums: for each sum in the backward, seconds per token of the weight gradients computed during it
-            (`passes/overlap_collectives.py`).
-        before_sums: for each sum (forward sums first), seconds per token of the matrix product before it; 0: none.
+        reduced: number of hidden states that the tensor-parallel ranks sum in (forward, backward); `seconds` excludes
+            these sums.
+        during_sums: for each of these sums in the backward, seconds per token of the weight gradients computed
+            during it (`passes/overlap_collectives.py`).
+        before_sums: for each sum (forward first), seconds per token of the matrix product before it; 0: none.
     """
 
     seconds: Constants

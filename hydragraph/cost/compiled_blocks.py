@@ -62,7 +62,7 @@ class CompiledBlocks:
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return a block's s, defined in `partial_recomputation`."""
+    """Return s of `partial_recomputation`, the fraction of repeated operations."""
     least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
     return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
 

@@ -3,7 +3,7 @@
     S, V            numbers of the pipeline's stages and micro-batches
     M               number of micro-batches in `rows`, at least V
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
-                    EARLY      work before a forward that does not wait for the forward's message
+                    EARLY      work before a forward, which can begin before the forward's message arrives
                     FORWARD, BACKWARD
                     AHEAD      sending the hidden state from stage s to s + 1
                     BACK       sending its gradient from stage s + 1 to s

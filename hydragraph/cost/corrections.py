@@ -1,9 +1,9 @@
 """Measured errors of the cost model, by kind of instruction, device type and rank.
 
-A sample is a rank's measured time for one kind of work in one step, divided by the predicted time. Medians are over
-the logarithms of the latest samples.
+A sample is a rank's measured time for one kind of work in one step, divided by the predicted time. Medians are
+computed on the logarithms of the latest samples.
 
-    base of a type     lower median of the medians of its ranks, each over the rank's forwards and backwards
+    base of a type     lower median, over its ranks, of each rank's median of forwards and backwards
     straggler          a rank whose median exceeds the base by more than a tenth and more than four standard errors
     factor of a kind   median of all samples of the type's ranks except stragglers, between 1/4 and 4
     rate of a rank     a straggler's median divided by the base

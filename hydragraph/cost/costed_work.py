@@ -30,8 +30,8 @@ class CostedWork:
         self._lengths = assignment.tokens
         if len(self._lengths) != len(strategy.pipelines):
             raise ValueError(
-                f"the assignment has {len(self._lengths)} pipelines, the strategy {len(strategy.pipelines)}: give one "
-                "list of micro-batches per pipeline"
+                f"the assignment has {len(self._lengths)} pipelines, but the strategy has {len(strategy.pipelines)}: "
+                "give one list of micro-batches per pipeline"
             )
         self._strategy = strategy
         self._batches = micro_batches_of(strategy, assignment)
@@ -67,7 +67,7 @@ class CostedWork:
             max(rate * self._seconds(name, stage.kind, template, op, batch) for name, rate in kinds)
             for batch in batches
         ]
-        # Measurements include tensor-parallel sums; datasheets do not.
+        # Datasheet times exclude tensor-parallel sums, so these are added.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             role = stage.roles[0]

@@ -1,4 +1,4 @@
-"""Costs: time and memory of a strategy, for planning, simulation, comparison and reports.
+"""Costs: time and memory of a strategy.
 
 A strategy takes as long as its slowest pipeline (`PipelineCost.seconds`, exact) plus the time that pull, push, commit
 and update add (`fixed`).
@@ -42,7 +42,7 @@ from hydragraph.spec.strategy import Strategy
 
 FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-IN_FLIGHT = 2  # assumed number of buckets in flight at once, each of the largest size
+IN_FLIGHT = 2  # assumed number of buckets in flight, each of the largest size
 
 
 class Costs(Pricing):
@@ -108,7 +108,7 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return costs on some of the ranks, renumbered in the given order, under another home."""
+        """Return costs for only these ranks, renumbered in the given order, and another home."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
@@ -175,9 +175,6 @@ class Costs(Pricing):
         """Return the cost of each pipeline.
 
         Shared stages are slower (`cost.shared_stage_costs`), and store the micro-batches of all their pipelines.
-
-        Raises:
-            Unsupported, ValueError: as for `pipeline`.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).pipelines(strategy)
@@ -219,7 +216,7 @@ class Costs(Pricing):
         )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the size in tokens of a pipeline's largest micro-batch that fits in memory under the default schedule.
+        """Return the tokens of the largest micro-batch that fits in memory under the default schedule.
 
         Args:
             strategy: the pipeline's strategy; pipelines that share stages are assumed to have micro-batches of equal
@@ -256,7 +253,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to an iteration.
 
-        Computation hides part of the traffic, so two micro-batches per stage are simulated.
+        Part of the traffic overlaps with computation, so two micro-batches per stage are simulated.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)
@@ -313,5 +310,5 @@ class Costs(Pricing):
         return tuple(self.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
 
 
-# Owners of the state and costs change between simulations of a strategy, but its instructions do not.
+# Other costs or owners of the state do not change a strategy's instructions.
 _actors = lru_cache(maxsize=8)(stage_actors)

@@ -23,7 +23,7 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # maximum number of steps that are printed
+SHOWN = 12  # maximum number of printed steps
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     instructions = [actors[x].program.instructions[i] for x, i in run]
     begin = times[a].begin[first]
     end = times[b].end[last]
-    # A slowdown below 1 % is rounding.
+    # Slowdowns below 1 % are rounding errors.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
     shared = f", {took / alone:.2f} x as long because it shares links" if alone and took > 1.01 * alone else ""

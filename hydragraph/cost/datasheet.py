@@ -52,7 +52,7 @@ class Roofline:
     Attributes:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`). On an A100, attention
             reaches 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: size of a dimension, such as the tokens, that halves a matrix product's speed; fitted by
+        half: size of a dimension (such as number of tokens) that halves a matrix product's speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; assumed, like `launch_s`.
     """
@@ -226,7 +226,7 @@ class Operations:
         products: (uses per token, n, k) of each weight [n, k].
         during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
             during it.
-        before_sums: for each sum (forward sums first), the products whose results the sum adds up over the ranks.
+        before_sums: for each sum (forward first), the products whose results the sum adds up over the ranks.
         frozen_linear: the part of `linear` whose weights are frozen.
     """
 

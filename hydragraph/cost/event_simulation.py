@@ -1,7 +1,7 @@
 """Event simulation of when each actor's instructions begin and end.
 
-The clock is the time at which the last transfer ended (`cost.shared_ports`). Computations are timed ahead of the clock,
-as far as the ends of their inputs are known. No event begins earlier than the clock.
+The clock is the time at which the last transfer ended (`cost.shared_ports`). A computation is timed as soon as the ends
+of its inputs are known, even if they are later than the clock. No event begins earlier than the clock.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
@@ -84,7 +84,7 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # push -> when its sums can be sent on
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # push -> when second owners can receive its sums
         self._at = [0] * len(actors)  # each actor's position in its compute queue
         self._clock = [0.0] * len(actors)  # end of each actor's last computation
         self._latest = [-1] * len(actors)  # index of that computation
@@ -261,7 +261,7 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        if i in self._summed[a]:  # the wait between the halves of a push counts as transfer
+        if i in self._summed[a]:  # the time between the two halves of a push counts as transfer
             times.alone[i] += ready - self._summed[a][i] + seconds
         else:
             times.begin[i] = ready

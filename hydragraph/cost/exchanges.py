@@ -35,7 +35,7 @@ def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     If every rank sends the same number of bytes to every other rank, across nodes, the exchange is a collective, for
     which NCCL and gloo use one ring per network card.
     """
-    # Most entries are 0; numpy finds the nonzero ones six times as fast in a flat boolean array as in a matrix.
+    # numpy finds the few nonzero entries six times as fast in a flat boolean array.
     at = np.flatnonzero(sent != 0)
     src, dst = np.divmod(at, sent.shape[1])
     size = sent.ravel()[at].astype(np.float64) * itemsize

@@ -17,7 +17,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class HalvesFootprint:
-    """Memory of a block's two backward halves, in bytes.
+    """Memory of the two halves of a block's backward, in bytes.
 
     Attributes:
         first, second: peak of the values that each half creates, including results.
@@ -37,7 +37,7 @@ class Footprint:
 
     Attributes:
         output: the hidden state (for the last block, the loss).
-        saved: values saved for the backward, without inputs and output.
+        saved: values saved for the backward, excluding inputs and output.
         keeps: inputs and output that are saved as they are: "hidden", "aux" or "output".
         forward, backward: peak of the values that each graph creates, including results.
         small: part of `saved` that stays on the device with offloading.

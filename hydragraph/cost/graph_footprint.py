@@ -91,7 +91,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
-    """Return linear functions of the tokens through footprints at 1,024 and 2,048 tokens per rank."""
+    """Return linear functions through the footprints at 1,024 and 2,048 tokens per rank."""
     small = 1024 * part.tp
     large = 2048 * part.tp
     one, two = (footprint(variant, part, MicroBatch(tokens, 1)) for tokens in (small, large))
@@ -190,7 +190,7 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of the storages that a graph creates, of constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes."""
+    """Lifetimes of a graph's storages; each has constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes."""
 
     nodes: int
     begin: npt.NDArray[np.int64]

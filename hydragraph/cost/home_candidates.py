@@ -3,7 +3,7 @@
 A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
 
     by need   the fractions that ranks need under one strategy, or on average
-    groups    the ranks of one stage, or those that both or either of two strategies use
+    groups    equal fractions for one stage's ranks, or for the intersection or union of two strategies' ranks
     all       equal fractions for all ranks
     subsets   every set of ranks, for at most `FEW` ranks
 
@@ -23,7 +23,7 @@ Stages = tuple[tuple[int, ...], ...]  # ranks of each stage that uses a bucket
 
 FEW = 4
 MOST = 8  # maximum number of stages or second nodes to try
-PLACES = 9  # decimals in comparisons
+PLACES = 9  # decimal places to compare
 
 
 def candidates(

@@ -7,8 +7,8 @@ owners. If strategy s has frequency w_s, choose
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
 and among equal candidates the one that moves the fewest bytes, then the one whose largest fraction is smallest.
-Exchanges run one after another, so each bucket is chosen separately. If the chosen ranks do not have enough memory, a
-linear program chooses the owners of all buckets (`cost.home_room`).
+Exchanges run one after another, so owners are chosen separately for each bucket. If the chosen ranks do not have enough
+memory, a linear program chooses the owners of all buckets (`cost.home_room`).
 """
 
 from __future__ import annotations

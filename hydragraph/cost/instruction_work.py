@@ -1,4 +1,4 @@
-"""Costs of instructions, as a simulation needs them."""
+"""Costs of instructions for a simulation."""
 
 from __future__ import annotations
 

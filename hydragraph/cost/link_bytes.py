@@ -21,7 +21,7 @@ DIRECTIONS: tuple[Direction, ...] = ("pull", "push")
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes moved in one direction.
+    """Bytes moved by pulls, or by pushes.
 
     Attributes:
         src, dst: sender and receiver of each pair of different ranks, int64, sorted.

@@ -84,10 +84,10 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        util: micro-batch tokens that reach 85 % of the maximum tokens/s, by tensor-parallel degree.
+        util: tokens of a micro-batch that reach 85 % of the maximum tokens/s, by tensor-parallel degree.
         memory: memory model; None: only `limits` bound a micro-batch.
         limits: measured maximum tokens of a micro-batch, by scheme.
-        hetero_sync_s: seconds that an iteration takes longer if its pipelines have different schemes.
+        hetero_sync_s: additional seconds of an iteration whose pipelines have different schemes.
         failed: reason of each failed fit, by scheme.
         blocks: template of every block, in order.
         pieces: costs of AUX and of each template, by kind of stage.
@@ -226,7 +226,6 @@ class Profile:
         """Read a file written by `save`.
 
         Raises:
-            FileNotFoundError: `path` does not exist.
             ValueError: the file is not a profile.
         """
         try:
@@ -276,7 +275,7 @@ class Profile:
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen, the maximum tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
         self.constants(scheme)
-        # Measured limits include memory lost to the allocator.
+        # Measured limits account for memory that the allocator wastes.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -310,10 +309,10 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline if `devices` devices share the state; `Costs` prices other pipelines.
+        """Return the cost of a pipeline of equal stages if `devices` devices share the state; for others, see `Costs`.
 
         Raises:
-            Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.
+            Unsupported: the stages are not equal, the scheme was not measured, or a fit failed.
             ValueError: the pipeline and the model differ in their number of layers.
         """
         if self.layers is not None and pipeline.layers != self.layers:

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):
-    """Links from nodes of kind a to kind b, at index 2 (a K + b), or 2 (a K + b) + 1 if the nodes differ.
+    """Links from nodes of kind a to kind b: within a node at index 2 (a K + b), between nodes at the next index.
 
     Attributes:
         node, kind, card: each rank's node, node kind and network card [R].

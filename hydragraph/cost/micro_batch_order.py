@@ -1,4 +1,4 @@
-"""Search for the micro-batch order that ends first on equal stages.
+"""Search for the order of micro-batches that ends earliest on equal stages.
 
 Equations of Hydraulis -> functions:
 

@@ -82,7 +82,6 @@ class Pricing:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.cluster.devices)
 
     @property
@@ -129,7 +128,7 @@ class Pricing:
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
-        """Return the bytes that a rank may use: the device's memory, or the memory measured as free if that is less."""
+        """Return the bytes that a rank may use: the device's memory, or the measured free memory if that is less."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
@@ -219,7 +218,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the all-reduces of `sums` in forward and backward; None if there are none."""
+        """Return the all-reduces of `sums` in forward and backward; None: no sums."""
         if stage.tp == 1:
             return None
         forward, backward = self.sums(stage, span)

@@ -61,7 +61,7 @@ class ProfileBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; an upper estimate, since profiles measure unsplit backwards."""
+        """See `Blocks`; an upper estimate, because profiles measure unsplit backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:

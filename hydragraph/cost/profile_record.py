@@ -37,7 +37,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields from the JSON values of `saved`; older files have fewer."""
+    """Return the fields from the JSON values of `saved`; older files contain fewer fields."""
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")

@@ -132,7 +132,7 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return after how many micro-batches a stage's peak grows only by token ids; None if it always grows more.
+    """Return the number of micro-batches after which a stage's peak grows only by token ids; None: no such number.
 
     The first stage stores the micro-batches in flight and one returning gradient. A later stage stores those in flight,
     the next hidden state and two gradients in transit.
@@ -168,8 +168,8 @@ class Walk:
         messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
         traffic: layouts of all buckets, which walks of several ranks can share; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: for the index of an instruction, the pulls and pushes (`exchange_name`) that have ended before it although
-            it does not wait for them; None: none.
+        over: instruction index -> names (`exchange_name`) of pulls and pushes that end before the instruction, which
+            does not wait for them; None: none.
 
     Raises:
         ValueError: the strategy does not fit the blocks, the ranks or `micro_batches`.
@@ -209,7 +209,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a copy of this walk with as many micro-batches of other sizes."""
+        """Return a walk through the same program with micro-batches of other sizes."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -392,7 +392,7 @@ class Walk:
         part = self._hidden_bytes(m) // self._part.tp if leaves else 0
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
-        if self._model.adds(instruction.target, self._part):  # during the computation
+        if self._model.adds(instruction.target, self._part):  # sums exist during the computation
             self._begin_sums(sums)
         work = instruction.work
         if work is Work.BACKWARD:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CostedSchemes:
-    """Schemes priced by `Costs`.
+    """Costs of schemes from `Costs`.
 
     Args:
         schemes: schemes to choose from; default: the measured schemes."""
@@ -46,7 +46,6 @@ class CostedSchemes:
         return self.pipeline(scheme, devices).max_len
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return `Profile.util_len`."""
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:

@@ -28,12 +28,10 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # number of rate changes; each invalidates the earlier end
+        self.version = 0  # number of rate changes; each invalidates the end computed before
 
 
 class Flows:
-    """All flows."""
-
     def __init__(self) -> None:
         self._events: list[tuple[float, int, int, Flow]] = []  # (time, turn, version, flow); version 0: the flow begins
         self._turn = 0

@@ -1,10 +1,10 @@
 """Stage times of a micro-batch, as arrays for compiled code.
 
-    K, S, R, W              numbers of pipeline kinds, stages of the deepest kind, rank kinds per stage, and reaches
+    K, S, R, W              numbers of pipeline kinds, stages of the deepest kind, rank kinds per stage, `Reach`es
     seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `Reach.pairs`
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
-A micro-batch is described by sum l^2, sum l and W sums of `Reach.pairs`. Tables and measured links are approximated
+A micro-batch is described by sum l^2, sum l and W sums of `Reach.pairs`. Measured links are approximated
 (`StageTerms.faithful`); `PipelineCost.seconds` is exact.
 """
 

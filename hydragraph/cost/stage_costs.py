@@ -50,7 +50,7 @@ class Ring:
 
     @property
     def latency_s(self) -> float:
-        """Latency of all sums' last pieces, in seconds."""
+        """Total latency of the sums' last pieces, in seconds."""
         return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
@@ -102,7 +102,7 @@ class StageCost:
 
     Attributes:
         forward, backward: curves of each kind of rank (device type, rate).
-        aux: curves of computation that runs before the forward and does not wait for its message.
+        aux: curves of computation that runs before the forward and does not wait for the forward's message.
         ahead, back: messages to and from the next stage, if any.
     """
 

@@ -130,7 +130,7 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy: dict[Stream, float] = {}
-            until: dict[Stream, float] = {}  # a push starts while the previous one sends its sums to second owners
+            until: dict[Stream, float] = {}  # a push can start while the previous one sends its sums to second owners
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream
                 begin = max(begin, until.get(stream, 0.0))
@@ -194,7 +194,7 @@ Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     maker: dict[Value, int] = {}
-    latest: dict[Stream, int] = {}  # last to end
+    latest: dict[Stream, int] = {}  # instruction that ends last
     free = 0.0  # end of the latest computation or wait
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):

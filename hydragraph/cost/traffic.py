@@ -54,7 +54,7 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """An exchange between groups.
+    """Times and resources of an exchange between groups.
 
     Attributes:
         seconds: time of each group without other traffic, 0 if the group takes no part [G].

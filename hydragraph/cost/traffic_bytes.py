@@ -1,4 +1,4 @@
-"""Bytes that a rank needs for a bucket's pull or push, in addition to weights and gradients."""
+"""Memory that a rank needs for a bucket's pull or push, in addition to weights and gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BucketTraffic:
         as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
         staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
         if not staged and self._weights_stay:
-            return MessageBytes(0, incoming)  # the local values, concatenated or cast, are the weights
+            return MessageBytes(0, incoming)  # the home shard, concatenated or cast, provides the weights
         copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
         return MessageBytes(copied * itemsize, incoming)
 

@@ -351,7 +351,7 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
         costs(4, cluster(2), hg.Health({7: 2.0}))
     with pytest.raises(ValueError, match="the assignment uses sequence 0, but has 0 lengths"):
         hg.simulate(found, Strategy.parse("<tp1,pp1>", 4), Assignment((((0,),),)))
-    with pytest.raises(ValueError, match="the assignment has 2 pipelines, the strategy 1"):
+    with pytest.raises(ValueError, match="the assignment has 2 pipelines, but the strategy has 1"):
         hg.simulate(found, Strategy.parse("<tp1,pp1>", 4), assigned([[1]], [[1]]))
 
 
