@@ -30,7 +30,7 @@ def test_a_run_is_compared_by_kind_and_rank(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
     assert "computation is not measured" in shown
-    assert "without steps 1, 2" in shown  # two strategies take turns
+    assert "excluding steps 1, 2" in shown  # two strategies take turns
     assert all(kind in shown for kind in ("forward", "backward", "pull", "push", "send/receive", "update", "commit"))
     assert "largest error: " in shown
     assert "of the whole difference" in shown
