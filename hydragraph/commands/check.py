@@ -90,9 +90,9 @@ def check_command(options: CheckOptions) -> None:
     equal share of this machine's memory, and the seconds are unknown.
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and its
-    optimizer state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s,
-    without recomputation and gradients of frozen weights, relative to the devices' peak. If the config does not set
-    `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
+    optimizer state. The advice in the column "change first" is verified in the same way. MFU is the ratio of the
+    model's FLOP/s to the devices' peak, without recomputation and gradients of frozen weights. If the config does not
+    set `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
     that kernel launches take, and the number of tokens below which they take more than half. The exit code is 1 if a
     strategy does not fit, or if training on this machine would fail because of the data.
     """

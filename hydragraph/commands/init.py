@@ -47,7 +47,7 @@ def init_command(options: InitOptions) -> None:
         for sentence in data_remarks(config):
             print(sentence)
     elif inspected.model is not None:
-        print(f"before you train, list your data in data.paths of {to}")
+        print(f"before you train, list your data in the field data.paths of {to}")
     print(
         f"{to} is for {devices_here().text}; hydragraph train measures these devices and plans for them "
         "('strategies: auto')"

@@ -183,7 +183,7 @@ def check_prices(profile: object, efficiency: float | None) -> None:
 
 
 def on_planned_devices(options: Options, config: TrainConfig) -> Options:
-    """Return options with the cluster and profile of the config's `plan`, unless the command line has its own."""
+    """Return options with the cluster and profile of the config's `plan`, unless the command line sets them."""
 
     def has(*names: str) -> bool:
         return any(getattr(options, name, None) is not None for name in names)

@@ -278,7 +278,7 @@ class Costs(Pricing):
         return run(_actors(self.outline, strategy, tuple(counts), self.ranks), self.cluster, work, curves)
 
     def simulate(self, strategy: Strategy, assignment: Assignment) -> Timeline:
-        """Simulate one iteration, like `hg.simulate`."""
+        """Simulate one iteration."""
         if self.home.rule is not None:
             return self.of_strategies(strategy).simulate(strategy, assignment)
 

@@ -1,4 +1,4 @@
-"""Choice of a home: the ranks that own each bucket's state under given strategies.
+"""Choice of a home, which assigns each bucket's state to owners.
 
 Let x_b be the fractions of bucket b that ranks own (`cost.home_candidates`). Under strategy s, let p_s(x), q_s(x) and
 h_s(x) be the slowest rank's seconds for pulling the bucket, pushing its gradients and sending their sums to second
@@ -44,7 +44,7 @@ class HomeQuestion:
     """Inputs for choosing a home; equal inputs give equal homes.
 
     Attributes:
-        home: a home whose shares, nodes, copies and fixed buckets are kept.
+        home: a home; the choice keeps its shares, nodes, copies and fixed buckets.
         itemsize, push_itemsize: bytes of a pulled weight and of a pushed gradient.
         weights: frequency of each strategy; None: equal.
         health: slow ranks own less, and lost ranks own no state.

@@ -8,7 +8,7 @@ There are m copies, and M_r elements fit on rank r. Choose the fraction x_kc of 
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-As many buckets as possible use a single candidate; the others mix the candidates that are left over.
+As many buckets as possible use a single candidate; the other buckets mix several candidates.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return the fractions of `count` equal buckets, given (candidate, possibly fractional number of buckets)."""
+    """Return fractions for each of `count` equal buckets, given (candidate, number of buckets) pairs."""
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])
     for parts, times in chosen:

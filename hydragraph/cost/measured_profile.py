@@ -85,7 +85,7 @@ class Profile:
 
     Attributes:
         util: tokens of a micro-batch that reach 85 % of the maximum tokens/s, by tensor-parallel degree.
-        memory: memory model; None: only `limits` bound a micro-batch.
+        memory: memory model; None: only `limits` bounds micro-batches.
         limits: measured maximum tokens of a micro-batch, by scheme.
         hetero_sync_s: additional seconds of an iteration whose pipelines have different schemes.
         failed: reason of each failed fit, by scheme.

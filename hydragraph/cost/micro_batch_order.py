@@ -98,7 +98,7 @@ def climbed(rows: Floats, order: Ints, end: float, table: ScheduleTable, rounds:
 
 @compiled
 def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> tuple[float, Ints]:
-    """Return the earliest end found, and its order.
+    """Return the earliest end found, and the order.
 
     Args:
         costs: each micro-batch's seconds on one stage [V].

@@ -7,11 +7,11 @@
     B        bytes of states per layer, divided by H^2
     alpha    fraction of states sharded over all devices
 
-Formulas of Hydraulis -> functions, for the first stage, which is the fullest:
+Formulas of Hydraulis -> functions, for the first stage, which needs most memory:
 
     layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the same for the embedding    `MemoryModel.states_bytes`
     (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`
-    MaxLen(P), the length l that fills the device's memory less a margin              `MemoryModel.max_len`
+    MaxLen(P), the length l that fills the device's memory minus a margin             `MemoryModel.max_len`
 """
 
 from __future__ import annotations

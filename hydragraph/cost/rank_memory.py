@@ -88,7 +88,7 @@ class MemoryCurve:
 
 
 class Blocks(Protocol):
-    """Model data for a `Walk`, from compiled graphs or, approximately, from a profile.
+    """Model data for a `Walk`: exact from compiled graphs, or approximate from a profile.
 
     Attributes:
         itemsize: bytes per element of pulled weights.
@@ -134,8 +134,8 @@ def batch_bytes(own: int, every: int) -> int:
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
     """Return the number of micro-batches after which a stage's peak grows only by token ids; None: no such number.
 
-    The first stage stores the micro-batches in flight and one returning gradient. A later stage stores those in flight,
-    the next hidden state and two gradients in transit.
+    The first stage stores the micro-batches in flight and one returning gradient. A later stage stores the
+    micro-batches in flight, the next hidden state and two gradients in transit.
 
     Args:
         rows: rows of the pipeline's stages (`Pipeline.rows`).

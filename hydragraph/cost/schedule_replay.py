@@ -17,7 +17,7 @@ def replayed(
     devices: tuple[int, ...] = (),
     order: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
-    """Return the end of the last action on each stage's devices; see `compiled_replay`.
+    """Return the end time of the last action on each stage's devices; see `compiled_replay`.
 
     Args:
         rows: seconds of micro-batches [M, S, 5], at least one.

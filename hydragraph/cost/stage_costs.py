@@ -19,7 +19,7 @@ Parts = tuple[tuple[float, Constants], ...]  # (count, curve)
 
 @dataclass(frozen=True)
 class Ring:
-    """Tensor-parallel sums that the curves exclude; each sum sends 2 (t - 1) messages along a ring.
+    """Tensor-parallel sums that the curves of `StageCost` exclude; each sends 2 (t - 1) messages along a ring.
 
     Attributes:
         ranks: t.
@@ -122,7 +122,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def under(self, schedule: str) -> StageCost:
-        """Return the cost under a schedule; if it splits backwards, weight gradients run too late to hide sums."""
+        """Return the cost under a schedule; in split backwards, weight gradients run too late to hide sums."""
         if self.rings is None or schedule in WHOLE_BACKWARD:
             return self
         return replace(self, rings=(self.rings[0], self.rings[1].exposed))
