@@ -1,1 +1,1 @@
-"""Frontend: a model becomes a Program, or a Program is read from a compiled folder."""
+"""Frontend: captures a model as a Program, or reads a Program from a compiled folder."""

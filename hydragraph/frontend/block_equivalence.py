@@ -18,11 +18,11 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-_LARGEST = 1 << 20  # maximum elements of a constant tensor that is compared by content
+_LARGEST = 1 << 20  # elements; larger constant tensors are not compared
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Digest a block's computation; return None if it cannot be described. `hints` maps size symbols to values."""
+    """Return a digest of the operators that a block runs, or None if unknown. `hints` maps size symbols to sizes."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -54,7 +54,7 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Run the model twice within `opaque`, which replaces its blocks; raise Unsupported if the runs differ."""
+    """Run the model twice while `opaque` replaces its blocks; raise Unsupported if the two runs differ."""
     notes = []
     try:
         with meta_as_cpu(), opaque:

@@ -1,4 +1,4 @@
-"""Keyword arguments of the block being traced, readable by its layers."""
+"""Access to the keyword arguments of the block being traced, for the layers inside it."""
 
 from __future__ import annotations
 

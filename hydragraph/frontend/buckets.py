@@ -11,7 +11,7 @@ from hydragraph.ir.program import Block
 def buckets_of(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Return one bucket for each tied parameter and each block's other parameters; trained and frozen ones are apart.
+    """Return a bucket for each tied parameter, and two for each block's other parameters: the trained and the frozen.
 
     Args:
         learns: names of the trained parameters.

@@ -77,7 +77,7 @@ def capture(
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
             custom module is called with the batch fields that its forward's parameters name. If its only required
-            parameter is not a field name (such as `batch`), the module is called with the whole dict. Each block takes
+            parameter has another name, such as `batch`, the module is called with the whole dict. Each block takes
             the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
             interact only in `hydragraph.varlen_attention`.
         example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels
@@ -174,7 +174,7 @@ class _Pieces:
 
     Attributes:
         feeds: block name -> indices of the `aux` outputs that the block takes besides the hidden state.
-        sizes: example sizes by symbol; the token count comes first, then the length of cu_seqlens.
+        sizes: symbol -> its size in the example; the token count comes first, then the length of cu_seqlens.
     """
 
     model: str
@@ -216,7 +216,7 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """Exported graph of the model around its blocks; `example` has the example sizes "T" and "N+1"."""
+    """Exported graph of a model with opaque blocks; `example` maps "T" and "N+1" to the sizes of the example."""
 
     graph: fx.GraphModule
     signature: ExportGraphSignature
@@ -233,7 +233,7 @@ class _Skeleton:
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Split a model into the parts around its blocks; if `added`, blocks get the `ADDED` fields as last inputs."""
+    """Split a model around its blocks into templates; if `added`, each block gets the `ADDED` fields as last inputs."""
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     # Every stage computes `aux`, so it may depend only on the batch and on buffers.
@@ -243,7 +243,10 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     for node in nodes:
         hidden, others = node_inputs(node)
         if previous is not None and hidden is not previous:
-            remedy = "move the computation between them into a block, or choose other blocks with blocks='path.to.list'"
+            remedy = (
+                "move the computation between the blocks into one of them, or choose other blocks with "
+                "blocks='path.to.list'"
+            )
             raise Unsupported(
                 "this block's input is not the previous block's output", where=str(node.args[2]), remedy=remedy
             )
@@ -270,7 +273,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
-        if not renamed:  # not in the head: a loss may count a row's tokens
+        if not renamed:  # all parts except the head, whose loss may count a row's tokens
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
         return template_of(part, (parameters, buffers, inputs), where)

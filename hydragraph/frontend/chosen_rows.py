@@ -1,4 +1,4 @@
-"""Rewriting of graphs that process only the rows selected by a mask, so that they process all rows.
+"""Conversion of graphs that process only the rows selected by a mask into graphs that process all rows.
 
 A model may select an expert's tokens with a mask:
 
@@ -61,7 +61,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph with all row selections replaced, or the given graph if it has none or one is unsupported."""
+    """Return a graph with all row selections replaced, or the unchanged graph if it has none or an unsupported one."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -175,7 +175,7 @@ class _Rewriting:
         raise _Unchanged(f"{node.target} reads positions that a mask selects")
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        """Return the selection behind `indices`, and a map from the mask's dimensions to those of the indexed value."""
+        """Return the selection that yields `indices`, and a map from the mask's dimensions to the indexed value's."""
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}

@@ -1,4 +1,4 @@
-"""Detection of changes to a compiled model's Python state, which compiled graphs would ignore.
+"""Detection of changes to a model's Python state that its compiled graphs would ignore.
 
 Changes that no version counter records (`p.data.zero_()`, NumPy) and changes inside nested objects are not detected.
 """
@@ -61,7 +61,7 @@ Now = Callable[[], Mapping[str, Any] | None]
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one owner, such as a module or function, at compilation.
+    """Attributes or variables of one module, function or other owner, as of compilation.
 
     Attributes:
         now: returns the current values, or None if the owner no longer exists.
@@ -186,7 +186,7 @@ class _Module:
 
 
 class CompiledState:
-    """Python state, as of compilation, on which a step's results depend; references are weak.
+    """Python state that a step's results depend on, recorded at compilation through weak references.
 
     Args:
         loss: the user's own loss, or None.
@@ -285,7 +285,7 @@ class CompiledState:
             cells = cells_of(function)
             inner = _contents(cells)
             stateful = {n: v for n, v in inner.items() if _has_state(v)}
-            # Cells with these values are not stored, because they would keep a model or a trainer alive.
+            # Closure cells with these values are not stored, because they would keep a model or trainer alive.
             apart = nn.Module | Tensor | types.MethodType
             compared = {n: c for n, c in cells.items() if n not in stateful and not isinstance(inner[n], apart)}
             self._add(f"variables of {name}", functools.partial(_contents, compared), _contents(compared), readers)

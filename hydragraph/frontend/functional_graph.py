@@ -35,8 +35,8 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "write into a copy (.clone()), or use an out-of-place operator (x = x + y)",
     ),
     "dynamic but your code specialized it": (
-        "its graph is valid for only one number of tokens or sequences, because forward converts this number, or a "
-        "limit on it, to a Python number, or uses a tensor from another call or block",
+        "its graph is valid for only one number of tokens or sequences, because forward converts a size to a Python "
+        "number, or uses a tensor from another call or block",
         "remove .tolist(), int(), torch.vmap and loops over tokens, and pass tensors as arguments",
     ),
     "satisfy the generated guard": (
@@ -54,12 +54,12 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     ),
     "functorch tensor": ("it uses torch.func within the trace", "replace torch.func with tensor operators"),
     "fake tensor in the exported program": (
-        "it uses a tensor that the trace does not see, because it was read through .data, kept from another call or "
-        "block, or created within torch.func",
+        "it uses a tensor that the trace does not see: one read through .data, kept from another call or block, or "
+        "created within torch.func",
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
-_NAMED = 4  # maximum number of attributes in an error
+_NAMED = 4  # maximum number of attributes that an error names
 _NOT_THE_MODELS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[1]),
@@ -126,7 +126,7 @@ def functional_graph(
     """Return an exported program's graph in functional form, and its signature.
 
     Args:
-        block: whether the graph is a block's; if so, rewrite its row selections (`chosen_rows`).
+        block: whether the graph belongs to a block, whose row selections are then rewritten (`chosen_rows`).
 
     Raises:
         Unsupported: the graph writes in place in an unsupported way, uses autocast, or draws random numbers
@@ -135,7 +135,7 @@ def functional_graph(
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
-        # `run_decompositions` ignores regions without gradients.
+        # `run_decompositions` ignores the bodies of torch.no_grad() regions.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
@@ -228,7 +228,7 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Replace tensors filled slice by slice with concatenations, which tensor parallelism can shard."""
+    """Replace each tensor that is filled slice by slice by a concatenation, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:

@@ -44,8 +44,8 @@ def attention(
     """Compute attention within packed sequences for transformers, from [B, H, T, D] to [B, T, H, D].
 
     Raises:
-        Unsupported: packed attention does not support the mask, a tensor option, or dropout together with a
-            window, chunks, capped scores or sinks.
+        Unsupported: packed attention does not support the mask, a tensor passed as an option, or dropout together
+            with a window, chunks, capped scores or sinks.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -214,7 +214,7 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token, so labels must be shifted."""
+    """Return whether a model predicts the next token, which requires shifted labels."""
     return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 

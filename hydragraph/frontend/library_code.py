@@ -1,4 +1,4 @@
-"""Detection of code, such as patches, that a library model's forward runs but its libraries do not contain."""
+"""Detection of patches and other code that a library model's forward runs but its libraries do not contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class LibraryCode:
-    """Code and values that a model's forward may use, found by following names.
+    """Code and values that a model's forward may reach through names.
 
     Attributes:
         foreign: descriptions of objects defined outside the libraries.
@@ -89,7 +89,7 @@ class LibraryCode:
                 self._pending += [(f"{_name(kind)}.{n}", vars(kind)[n]) for n in names & vars(kind).keys()]
 
     def _is_of_library(self, module: str | None, file: str | None) -> bool:
-        if file is None or file.startswith("<"):  # written in C, or generated, as by dataclasses
+        if file is None or file.startswith("<"):  # C code, or generated code, such as a dataclass's
             return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
         stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         return stdlib or file.startswith(self._folders)

@@ -20,8 +20,8 @@ def refuse_trained(loss: Loss | None) -> None:
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         what = f"the loss has the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = (
-            "move the parameter, or the frozen module that holds it, into the model, and let the model's forward "
-            "return the parameter, or the module's output, along with the logits"
+            "move the parameter, or the frozen module that holds it, into the model, whose forward must then return "
+            "the parameter, or the module's output, with the logits"
         )
         raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 
@@ -48,7 +48,7 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program; `attribute` of the traced module holds the loss."""
+    """Return a buffer's name in a program; the traced module's attribute `attribute` holds the loss."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 

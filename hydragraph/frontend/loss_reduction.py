@@ -1,7 +1,7 @@
 """Rejection of losses that are not a sum over tokens.
 
 loss = nll.mean()                      a mean over tokens
-loss = cross_entropy(x, y)             a mean too: reduction="mean" is PyTorch's default
+loss = cross_entropy(x, y)             a mean, PyTorch's default reduction
 loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
 loss = nll.sum() / temperature         a sum, so accepted
 loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
@@ -24,7 +24,7 @@ from hydragraph.private.tracing import ancestors_of
 
 aten = torch.ops.aten
 
-_MEAN = 1  # PyTorch's code of reduction="mean"
+_MEAN = 1  # PyTorch's code for reduction="mean"
 _MEANS = aten_operators("mean mean.dim")
 
 

@@ -25,7 +25,7 @@ Pattern = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Marker:
-    """Placeholder for a mask, to be passed to layers but not read.
+    """Placeholder for a mask, which layers may pass on but not read.
 
     Attributes:
         both_ways: whether queries also attend to later keys.

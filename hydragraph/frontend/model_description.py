@@ -1,4 +1,4 @@
-"""Text descriptions of a model's parts, equal in every process."""
+"""Text descriptions of a model's parts that are the same in every process."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _LARGEST = 20_000  # maximum number of values; a larger structure is treated as 
 def structure(value: object, index: bool = True) -> str:
     """Return a digest of a value's structure, such as a module's; equal digests mean equal structures.
 
-    A value that cannot be described has a unique digest.
+    A value that cannot be described gets a unique digest.
 
     Args:
         index: whether the digest includes `LAYER_INDEX` attributes.
@@ -44,7 +44,7 @@ def read_by(model: nn.Module, loss: Any) -> str:
 
 
 def outline(module: nn.Module) -> str:
-    """Describe a block's submodules and plain attributes; equal texts usually mean outputs of equal form."""
+    """Describe a block's submodules and plain attributes; blocks with equal texts usually return similar outputs."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))

@@ -78,7 +78,7 @@ def own_fields(program: Program) -> dict[str, Field]:
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    # Pad a field of targets with the index that the loss ignores.
+    # Pad a field that holds targets with the ignored index.
     limits = field_ranges_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}

@@ -92,7 +92,7 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
 
 
 def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
-    """Return the names in an adapter's file, by state-dict key."""
+    """Map state-dict keys to names in an adapter's file."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
 
     state = model.state_dict()

@@ -1,4 +1,4 @@
-"""Rewriting of PyTorch's attention over a whole row as attention within packed sequences.
+"""Replacement of PyTorch's attention over a whole row with attention within packed sequences.
 
 Calls with a mask or dropout are left unchanged, and `token_mixing` rejects them.
 """

@@ -1,4 +1,4 @@
-"""Rebinding of functions in a deep-copied module, since `copy.deepcopy` does not copy functions."""
+"""Rebinding of functions in a deep-copied module, because `copy.deepcopy` does not copy functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.frontend.state_readers import cells_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Make functions in a deep copy's attributes refer to the copied objects; `memo` is from `copy.deepcopy`."""
+    """Make functions in a deep copy's attributes refer to the copied objects; `memo` is the memo of the copy."""
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):

@@ -42,10 +42,10 @@ class BlockCall:
     leaves: list[Any]  # the flattened arguments, with None in place of each tensor
     tensors: list[int]  # positions of the tensors; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # fake values of these tensors; the hidden state is [1, T, H]
-    flat_tokens: bool  # the model passes the hidden state as [T, H]
+    flat_tokens: bool  # whether the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
-    form: str  # expected form of the output, from a similar block
-    feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node for all blocks, if there is one
+    form: str  # expected structure of the output, as returned by a similar block
+    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks, indices of this block's inputs in it
 
     def called(self) -> str:
         """Return a digest of the arguments, with only the shapes and dtypes of tensors."""
@@ -74,8 +74,9 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "its output has a different form from that of an otherwise equal block"
-            raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same form")
+            what = "its output is structured differently from that of an otherwise equal block"
+            remedy = "let all blocks return their hidden state in the same structure"
+            raise Unsupported(what, where=call.name, remedy=remedy)
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
 
@@ -159,7 +160,7 @@ def capture_skeleton(
     Args:
         traced: a meta copy, which tracing may change.
         listed: the model's blocks, in the order in which the model must call them.
-        alike: function that returns a block's key; blocks with equal keys must have outputs of the same form.
+        alike: function that returns a block's key; blocks with equal keys must return the same output structure.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
@@ -189,8 +190,8 @@ def _in_order(
     if called != [n for n, _ in _named(listed)]:
         what = f"the model calls its blocks in the order {called[:4]}..., but must call each block once, in list order"
         remedy = (
-            "list the blocks in the order of their calls (the same block may occur several times), or pass "
-            "blocks='path.to.list', the path of the nn.ModuleList over which the model iterates"
+            "list the blocks in the order of their calls (a block may occur several times), or pass "
+            "blocks='path.to.list', the nn.ModuleList that the model iterates over"
         )
         raise Unsupported(what, where=where, remedy=remedy)
     return exported, calls
@@ -225,7 +226,7 @@ def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 @dataclass
 class _Forms:
-    """Forms of blocks' outputs, recorded during tracing.
+    """Structures of blocks' outputs, recorded during tracing.
 
     Attributes:
         wide: id of a block's result [T, H] -> the same result as [1, T, H].
@@ -293,7 +294,7 @@ def _opaque(
         rebuild, form = forms.of[key]
         hidden, *others = inputs
         if not torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in block.parameters())):
-            what = "the model runs this block under torch.no_grad(), but its or earlier parameters are trainable"
+            what = "the model runs this block under torch.no_grad(), but parameters in or before it are trainable"
             remedy = "freeze these parameters with requires_grad_(False), and run the block without no_grad()"
             raise Unsupported(what, where=name, remedy=remedy)
         flat = hidden.dim() == 2

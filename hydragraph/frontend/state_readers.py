@@ -1,4 +1,4 @@
-"""Analysis of the names that a model's and its loss's code can read."""
+"""Analysis of the names that the code of a model and its loss can read."""
 
 from __future__ import annotations
 

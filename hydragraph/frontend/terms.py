@@ -7,9 +7,8 @@ The proof sorts values into four kinds:
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Of bounds, only lengths may
-weight terms. Totals may only be scaled, or added to each other. Only the numeric check verifies which rows an index
-selects.
+Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Lengths are the only bounds
+that may weight terms. Totals may only be scaled or added. Only the numeric check verifies which rows an index selects.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _FINDS = aten_operators("""
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
-_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # searched argument
+_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the searched argument
 _ENDS = ([0, 1, 2**63 - 1], [0, 0, -1])  # [1:] and [:-1]
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all positions
-_WHOLE_ROW = "weights tokens by their position in the packed row, not in their sequence (position_ids) or by its length"
+_WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
-_BEHIND = "uses a sum over tokens for more than addition or scaling"
+_BEHIND = "processes a sum over tokens, which may only be scaled or added"
 
 SCALED = aten_operators("div.Tensor div.Scalar mul.Tensor mul.Scalar")
 _SUMS = aten_operators("add.Tensor sub.Tensor")
@@ -54,13 +53,13 @@ _ADDED = _SUMS | aten_operators("stack cat")
 _KEPT = aten_operators("neg clone detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
 _LINEAR = MOVES | VIEWS | _KEPT | aten_operators("mean mean.dim sum sum.dim_IntList")
 _CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
-_SUM = 2  # PyTorch's code of reduction="sum"
+_SUM = 2  # PyTorch's code for reduction="sum"
 
 
 class _Bound(Enum):
     PLACE = auto()  # positions in the row
-    LENGTH = auto()  # differences of places
-    INDEX = auto()  # others
+    LENGTH = auto()  # differences of positions
+    INDEX = auto()  # other values
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
@@ -111,7 +110,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 
 
 def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
-    """Return the kind of a result, or None if positions are data."""
+    """Return the kind of an operator's result, or None if the operator uses positions as data."""
     first, *others = operands(node)
     given = [told[n] for n in node.all_input_nodes if n in told]
     if node.target in _OF_NEIGHBOURS:
@@ -191,7 +190,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: Container[fx.Node]) -> boo
 def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
-        # A mask may replace several dimensions.
+        # One mask may index several dimensions.
         places = arguments[1]
         masks = [i for i in places if i is not None and _dtype(i) is torch.bool]
         return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))

@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that work along the dimensions in `dim`, by default all.
+# Operators along the dimensions in their argument `dim`, by default all.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -77,7 +77,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
 
     Args:
         tokens: symbol of the token count.
-        given: number of inputs, which are the last placeholders.
+        given: number of the graph's inputs, which are its last placeholders.
     """
     rows: dict[fx.Node, Rows] = {}
     bounds = _bounds(graph, tokens, given)

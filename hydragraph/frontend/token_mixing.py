@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for unpacked attention, options that act on a whole batch, and pairs or shifts of tokens.
+    """Raise Unsupported for attention across sequences, options that use a whole batch, and pairs or shifts of tokens.
 
     Args:
         tokens: symbol of the token count, or None to allow pairs and shifts.
@@ -84,7 +84,7 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]
 
 
 def field_of(node: fx.Node) -> str | None:
-    """Return the name of the placeholder that a value equals, up to casts and copies, or None."""
+    """Return the name of the placeholder that a value is a cast or copy of, or None."""
     while node.target in SAME:
         (node, *_) = operands(node)
     return node.name if node.op == "placeholder" else None

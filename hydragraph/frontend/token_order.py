@@ -5,11 +5,11 @@ Examples of orders, for 3 tokens a b c with 2 experts each:
     a b c           1          one row per token
     a a b b c c     2          two rows for each token, as in a flattened [T, 2]
     a b c a b c     Copies(2)  all tokens twice, as in a flattened [2, T]
-    b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
+    b a c a c b     a sort     rows of an order above, sorted by a value such as the chosen expert
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`Points`) may only serve as indices: as data, they would reveal other tokens. Counts of rows per sort key (`histc`)
-may only serve to compute where each expert's rows end.
+(`Points`) may only serve as indices, because they depend on other tokens. Counts of rows per sort key (`histc`)
+may only determine where each expert's rows end.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle the floor division of row positions by a divisor of the number of rows per token."""
+        """Handle a floor division of row positions whose divisor divides the number of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -284,7 +284,7 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
     here = multiple_of(before[rows_before.dim], tokens)
     there = multiple_of(after[dim], tokens)
     above, now_above = _elements(before[: rows_before.dim]), _elements(after[:dim])
-    if above != now_above:  # [E, T, H] as [E * T, H], or back
+    if above != now_above:  # [E, T, H] to [E * T, H], or back
         copies = (here, there, rows_before.order)
         if copies == (1, above, 1) and now_above == 1 and type(above) is int:
             return Rows(dim, Copies(above))
@@ -293,7 +293,7 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
         return Rows(dim, rows_before.order)
     if here is None or there is None or type(rows_before.order) is not int or above != 1:
         return None
-    # [T, 2, H] as [2T, H]: a token's rows stay adjacent.
+    # [T, 2, H] to [2T, H]: a token's rows stay adjacent.
     return Rows(dim, there)
 
 

@@ -30,7 +30,7 @@ def refuse_other_dtypes(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = (
-                "call the model once before compiling it, or build its layers with sizes (nn.Linear for nn.LazyLinear)"
+                "call the model once before compiling it, or use layers with given sizes (nn.Linear, not nn.LazyLinear)"
             )
             raise Unsupported("the tensor has no shape before the first input", where=name, remedy=remedy)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Rejection of features that a trace would miss or freeze."""
+"""Rejection of features that a trace would omit or turn into constants."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
-    """Raise Unsupported if a forward has custom backwards or hooks, draws Python random numbers or changes state."""
+    """Raise Unsupported if a forward has custom backwards or hooks, draws Python random numbers, or changes state."""
     random_before = _random_state()
     numbers = _numbers(module)
     state = _kept_state(module)

@@ -35,7 +35,7 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Compute the loss of one sequence, multiplied by `times`, and its gradients; return this loss.
+    """Compute the gradients of one sequence's loss times `times`; return this product.
 
     Args:
         done: called with each parameter's name and complete gradient.
@@ -71,7 +71,7 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 @dataclass(frozen=True)
 class Common:
-    """Inputs of all blocks: batch fields, and results of the program's `aux` block."""
+    """Inputs that blocks share: batch fields, and the outputs of the program's `aux` graph."""
 
     fields: Mapping[str, Any]
     aux: Sequence[Tensor]
@@ -103,7 +103,7 @@ def add_captured(
 
     Args:
         ran: the first block, some middle blocks and the last block, each with its variant.
-        sums: gradient sums by parameter, in separate memory.
+        sums: gradient sums by parameter name, to which this call adds.
     """
     with torch.no_grad(), default_dtype(wide):
         common = Common.of(program, tensors, batch, wide)

@@ -69,7 +69,7 @@ class EmulatedCollectives(StartsAtOnce):
 
 
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate the graphs' Python code in advance, because threads cannot safely do so at the same time."""
+    """Generate the graphs' Python code before threads run it, because generation is not thread-safe."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):

@@ -30,7 +30,7 @@ DOUBLE = Bound(1e-7, 1e-9)
 
 @dataclass(frozen=True)
 class Difference:
-    """Worst difference of a comparison.
+    """Largest difference in a comparison, relative to its bound.
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.

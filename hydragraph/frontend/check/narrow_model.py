@@ -42,7 +42,7 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 @dataclass(frozen=True)
 class Widths:
-    """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens outside the copy's vocabulary."""
+    """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens not in the copy's vocabulary."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]
@@ -67,8 +67,6 @@ class Widths:
 
 @dataclass(frozen=True)
 class NarrowModel:
-    """A narrow copy on the meta device, and its program."""
-
     model: nn.Module
     program: Program
     widths: Widths

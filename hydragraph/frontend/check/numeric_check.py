@@ -172,7 +172,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
         if isinstance(result, str):
             return replace(checked, problem=result)
     done = [result for result in results if not isinstance(result, str)]
-    # `ratio` is defined for zero gradients too.
+    # `ratio` is also defined for zero gradients.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(
@@ -186,7 +186,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts in order; later ones avoid rounding errors by fp64, or non-finite results by random weights."""
+    """Yield attempts in order: fp64 later avoids rounding errors, and random weights avoid non-finite results."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)

@@ -22,7 +22,7 @@ MOST = 4096  # maximum number of files
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return the key of a check, or None for a model or loss with hooks or closures."""
+    """Return a check's key in the cache, or None for a model or loss with hooks or closures."""
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:

@@ -28,7 +28,7 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequence lengths, and the (name, limit) of model settings whose limit none of them exceeds."""
+    """Sequence lengths, and the (name, limit) of model settings whose limit no length exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]

@@ -31,7 +31,7 @@ class Ids:
     labels: int
 
     def draw(self, length: int, generator: torch.Generator) -> Tensor:
-        """Draw random token ids, [length] int64."""
+        """Draw token ids, [length] int64."""
         plain = torch.tensor([i for i in range(min(self.count, 4096)) if i not in self.special] or [0])
         ids = plain[torch.randint(0, len(plain), (length,), generator=generator)]
         if self.count > len(plain) + len(self.special):

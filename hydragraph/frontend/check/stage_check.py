@@ -49,11 +49,11 @@ _ANEW = "write the folder again with hydragraph compile, and find out why its fi
 
 
 class StageCheck:
-    """Check of a program's graphs for stages against its unsharded blocks.
+    """Numeric comparison of a program's graphs for stages with its unsharded blocks.
 
     Args:
         fused_head: whether one operator computes the head and the loss, as with Inductor.
-        library: untrusted source of the ranks' graphs.
+        library: untrusted source of the ranks' graphs, such as a compiled folder.
         model: the program's model; large blocks are compared in a narrow copy of this model.
     """
 
@@ -261,7 +261,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on a stage's ranks; `parameters` and `inputs` are the unsharded block's, by local name."""
+    """One block on a stage's ranks; `parameters` and `inputs` are the unsharded block's, by placeholder."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]

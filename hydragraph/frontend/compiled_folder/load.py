@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class CompiledFolder:
-    """Contents of a compiled folder: a `Library` of variants, built on demand."""
+    """Contents of a compiled folder: a `Library` of variants (forward and backward graphs), built on demand."""
 
     folder: Path
     manifest: FolderManifest

@@ -65,7 +65,7 @@ class Check:
 
     Attributes:
         model: one-line result of the comparison with the model, or "".
-        stages: key of a passed `StageCheck` comparison -> description.
+        stages: description of each passed `StageCheck` comparison, by key.
     """
 
     mode: str = "off"
@@ -104,7 +104,7 @@ class FolderManifest:
 def read_manifest(folder: Path) -> FolderManifest:
     """Read a folder's manifest; raise Refused if it is missing, changed, or has another format."""
     try:
-        # A link may lead anywhere, and a pipe may block.
+        # A link may lead out of the folder, and reading a pipe may block.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
             raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()

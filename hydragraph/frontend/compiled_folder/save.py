@@ -29,12 +29,12 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-_ON_A_LINE = 3  # maximum nesting depth of a mapping that is written on one line
+_ON_A_LINE = 3  # mappings with more nested levels are written on several lines
 
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """Variant, before compilation, to be written to `graphs/{name}.json`."""
+    """Uncompiled variant that `save` writes to `graphs/{name}.json`."""
 
     name: str
     keys: tuple[str, ...]
@@ -78,7 +78,7 @@ def save(
     ranks: int | None = None,
     arch: str | None = None,
 ) -> None:
-    """Write a program, variants, and finally a manifest of all files in the folder.
+    """Write a program and its variants to a folder, and finally a manifest of all files.
 
     Args:
         model, check, ranks: as in `FolderManifest`.
