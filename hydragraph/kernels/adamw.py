@@ -65,7 +65,7 @@ class AdamWSettings:
     maximize: bool = False
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's scalars for a step; the first step is 1."""
+        """Return the kernel's scalar arguments for a step, counted from 1."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -97,7 +97,7 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Apply one AdamW step in place to weights, moments, squares and copies.
 
     Raises:
-        Unsupported: a tensor is not flat, contiguous and fp32 (a copy: bf16 or fp16), or devices differ.
+        Unsupported: a tensor is not flat, contiguous and fp32 (copies: bf16 or fp16), or devices differ.
     """
     _apply([run for _, run in _checked_runs(shards)], settings)
 
@@ -126,10 +126,10 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's fused CPU operator such that a weight's result does not depend on its position in a shard.
+    """Run PyTorch's fused CPU operator so that a weight's result does not depend on its position in a shard.
 
-    The operator rounds the elements after the last multiple of 16 differently, so these elements of all shards are
-    joined and padded.
+    The operator rounds elements after the last multiple of 16 differently, so these elements of all shards are joined
+    and padded.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -225,11 +225,11 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """Joined shards of a parameter group; the next step reuses them if its tensors are the same.
+    """Joined shards of a parameter group, which the next step reuses if its tensors are the same.
 
     Attributes:
-        marks: addresses and shapes, by which a step recognizes the tensors.
-        next: step counters that the next step must have.
+        marks: addresses and shapes that identify the tensors.
+        next: step counts that the next step must have.
         runs: joined shards, each with the index of its first parameter.
     """
 
@@ -259,7 +259,7 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, without the tensors of `copy_to`: call `copy_to` again."""
+        """Restore a copied or unpickled optimizer without its copies; call `copy_to` again."""
         for group in state.get("param_groups", ()):
             _refuse_amsgrad(group)
         super().__setstate__(state)

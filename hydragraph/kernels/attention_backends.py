@@ -142,7 +142,7 @@ class _Flash(ABC):
 
     @abstractmethod
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        """Return gradients, given grad, q, k, v, output and log-sum-exp."""
+        """Return gradients; `tensors` are grad, q, k, v, output and log-sum-exp."""
 
 
 class _FlashAttn(_Flash):
@@ -317,7 +317,7 @@ def _sizes(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is dense, which kernels assume without a check."""
+    """Return a tensor whose last dimension is contiguous, which kernels assume without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,6 +1,6 @@
 """Attention over packed sequences with dropout of attention probabilities, in plain PyTorch.
 
-The mask is drawn as in `hydragraph.kernels.dropout`: the tokens are the queries, and the features are pairs of a head
+The mask is drawn as in `hydragraph.kernels.dropout`; its tokens are the queries, and its features are pairs of a head
 and a key position.
 """
 

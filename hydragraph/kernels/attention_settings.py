@@ -42,8 +42,8 @@ def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tenso
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     """Split sequences after every `chunk` tokens.
 
-    The result's size does not depend on lengths, so no length is copied from the device: the parts of sequence n begin
-    at index starts[n] // chunk + n of the result, and some parts are empty.
+    The result's size does not depend on lengths, so no length is copied from the device. The parts of sequence n begin
+    at index starts[n] // chunk + n of the result; some parts are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then `tokens`.

@@ -28,7 +28,7 @@ _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Form:
-    """Sizes of a call; x has the part [:, first : first + length] of the features [outer, whole, inner]."""
+    """Sizes of a call; of the features [outer, whole, inner], x contains [:, first : first + length]."""
 
     tokens: int
     after: int  # elements after the token dimension

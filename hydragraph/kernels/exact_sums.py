@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 2.0**13  # maximum absolute value of a summand
-MOST = 2**16  # number of summands for which 53 bits suffice
+MOST = 2**16  # maximum number of summands: 53 bits suffice
 GRIDS = (2.0**-24, 2.0**-62)
 LOSS_GRIDS = (2.0**-16, 2.0**-54)  # for sums up to 2^37
 SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # for up to 2^34 squares of at most 1
@@ -35,7 +35,7 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
 
     Args:
         parts: one sum per grid of `GRIDS`, 1-D float64.
-        values: 1-D float32; an element has at most MOST summands over all ranks.
+        values: 1-D float32; each sum may have at most MOST summands over all ranks.
 
     Returns:
         0-d upper bound of the absolute values; sums are exact if it is at most LARGEST.

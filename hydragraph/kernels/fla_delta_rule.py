@@ -1,4 +1,4 @@
-"""Gated delta rule by flash-linear-attention, in 16 bits with sums in fp32."""
+"""Gated delta rule of flash-linear-attention, in 16 bits with fp32 sums."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ With keys and queries of unit norm, a head's state S [K, V] starts at zero in ev
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,      o_t = S_t^T q_t / sqrt(K)
 
 (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024). Chunks of 64 tokens are computed with matrix products. With
-e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j if j <= i, else 0, S the state before n tokens, and W the written values,
+e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j if j <= i, else 0, S the state before n tokens, and W the values written,
 
     (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
@@ -36,7 +36,7 @@ def unit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Arguments by value head, [H, T, size] or [H, T], in fp32 or fp64; queries and keys have unit norm."""
+    """Arguments per value head, [H, T, size] or [H, T], in fp32 or fp64; keys have norm 1, queries 1 / sqrt(K)."""
 
     q: Tensor
     k: Tensor

@@ -115,13 +115,13 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the cross-entropy of `hidden @ weight.T`, summed over tokens, and the gradients of hidden and weight.
 
-    The loss is in fp32 (fp64 for fp64). If the vocabulary is sharded, the gradient of hidden is this rank's summand.
+    The loss is in fp32 (fp64 for fp64 inputs). If the vocabulary is sharded, sum the gradient of hidden over ranks.
 
     Args:
         hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate head rows per rank; all ranks pass the same number, so that all use the same chunks.
+        rows: approximate rows of the head per rank; all ranks pass the same number, to use the same chunks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
         target: weights of the label and of every class, (1 - s, s / N), with N classes over all ranks.
@@ -270,7 +270,7 @@ def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernels' variants; fp16 is like bf16."""
+    """Yield the kernels' variants, except fp16, which resembles bf16."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         common |= {"of_label": "fp32", "of_each": "fp32"}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: fp32, or fp64 for fp64."""
+    """Return the dtype of sums: fp32, or fp64 for fp64 summands."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -75,7 +75,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """In this context, a call waits until other processes have compiled its function, or `ended` returns True."""
+    """In this context, calls wait until another process has compiled the function or `ended` returns True."""
     _others.append(ended)
     try:
         yield
@@ -85,7 +85,7 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _data_name(self, number: int) -> str:
-        # numba would use the same name in two processes that compile for different types at once.
+        # numba uses one name in processes that compile for different types at once.
         return f"{super()._data_name(number).removesuffix('.nbc')}.{uuid.uuid4().hex}.nbc"
 
     def _dump(self, value: Any) -> bytes:

@@ -45,7 +45,7 @@ class Batch:
         origins: source offset of each range, [R] int64, in elements.
         places: target offset of each range.
         lengths: length of each range.
-        beside: offset of each range in a buffer without gaps.
+        beside: offset of each range if stored without gaps.
     """
 
     origins: Offsets
@@ -103,7 +103,7 @@ def _slice_copy(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class SliceTable:
-    """Table of the ranges copied from one flat buffer to another, made once and used by many copies.
+    """Reusable table of the ranges copied from one flat buffer to another.
 
     Attributes:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
@@ -134,10 +134,10 @@ class SliceTable:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """The ranges in batches that fit in a cache."""
+        """Batches of ranges that fit in a cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
-        # Ranges in a batch may not overlap.
+        # A batch's targets must ascend without overlaps.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
         batches: list[Batch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):

@@ -1,12 +1,12 @@
 """Deterministic attention over packed sequences in Triton, forward and backward; shapes are as in `varlen_attention`.
 
-FlashAttention-2 (Dao, 2023): the forward keeps the running maximum m and sum l of exp2(s - m) over a query row's scores
-s, and rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta =
+FlashAttention-2 (Dao, 2023): the forward updates the maximum m of a query row's scores s and the sum l of exp2(s - m),
+and rescales its accumulator. The backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta =
 rowsum(out * grad). A cap c turns scores into c t, with t = tanh(s / c), and multiplies ds by 1 - t^2. One kernel over
 query tiles computes dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
 
-The grid depends only on T and N, so that no length is copied from the GPU: the slots for tiles of sequence n
-begin at starts[n] // tile + n, and programs of unused slots exit immediately.
+The grid depends only on T and N, so no length is copied from the GPU. The slots for tiles of sequence n begin at
+starts[n] // tile + n, and programs of unused slots exit immediately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _options(settings: AttentionSettings) -> _Options:
 
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return a slot's sequence, and the sequence's first and end token."""
+    """Return a slot's sequence, and the sequence's first token and end."""
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -143,7 +143,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 scores = tl.where(counts, scores, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             if WINDOW:
-                # A row may see no column: any finite shift makes p zero.
+                # If a row sees no column, any finite shift makes p zero.
                 shift = tl.where(larger == float("-inf"), 0.0, larger)
             else:
                 # Every row sees column 0 in its first tile.
@@ -367,7 +367,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Yield every configuration for a compute capability; fp16 is like bf16."""
+    """Yield every configuration for a compute capability, except fp16, which resembles bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for options in _OPTIONS:
