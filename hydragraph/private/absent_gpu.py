@@ -140,7 +140,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
 
 
 def share_cache(arch: str) -> None:
-    """Key Inductor's cache by the GPU's architecture."""
+    """Let GPUs of one architecture share Inductor's cache."""
     from torch._inductor.codecache import CacheBase
 
     CacheBase.get_system = staticmethod(_system(arch))  # type: ignore[assignment, method-assign, unused-ignore]

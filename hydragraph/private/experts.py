@@ -1,4 +1,4 @@
-"""Traceable backward of transformers' grouped matrix product for experts; transformers up to 5.20 has none."""
+"""Traceable backward of transformers' grouped matrix product for experts, which transformers up to 5.20 omits."""
 
 from __future__ import annotations
 

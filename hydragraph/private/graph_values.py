@@ -42,7 +42,7 @@ class ValueEncoder:
         """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifiers to record as the tensors' storages, in order; by default, their own.
+            storages: identifiers that replace those of the tensors' storages, in order.
 
         Raises:
             ValueError: a size depends on a tensor's values.

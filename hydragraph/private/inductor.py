@@ -24,7 +24,7 @@ Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Describe the compiler that Inductor needs for a device and cannot find, or return None if it has one."""
+    """Describe the compiler that Inductor needs for a device but cannot find, or return None."""
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
         return why_not(device) or (None if major >= 7 else "Triton does not support GPUs this old")

@@ -19,7 +19,7 @@ def aten_operators(names: str) -> frozenset[Any]:
 
 
 class OperatorArgument(NamedTuple):
-    """One argument of a call; `aliased` if the result can share its memory or the operator writes into it."""
+    """One argument of a call; if `aliased`, the result can share its memory, or the operator writes into it."""
 
     name: str
     value: Any

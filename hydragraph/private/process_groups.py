@@ -38,7 +38,7 @@ def drop(groups: list[Any]) -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Let this context create groups without binding them to the device of `init_process_group(device_id=)`."""
+    """In this context, create groups without binding them to the device of `init_process_group(device_id=)`."""
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
     if default is None or bound is None:

@@ -64,7 +64,7 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Return whether a decision holds for all sizes of at least 3, judged by a large sample."""
+    """Return whether a decision holds for all sizes of at least 3, tested on a large sample."""
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
@@ -145,7 +145,7 @@ def one_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_convolution() -> Iterator[None]:
-    """Trace convolutions without the guards of PyTorch's kernel choice; all kernels return the same layout."""
+    """Trace convolutions without guards from PyTorch's kernel choice; all kernels return the same layout."""
     choose: Any = torch._C._select_conv_backend
 
     def chosen(*arguments: Any, **options: Any) -> Any:
@@ -173,7 +173,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """During tracing, evaluate conditions that have the same value for all sizes; torch.export postpones them.
+    """Evaluate conditions with the same value for all sizes during tracing, although torch.export postpones them.
 
     Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """
@@ -261,7 +261,7 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
-    """Create a fake CPU tensor per spec; equal names share a symbol, and "T" is 2 * "T/2" if both names occur."""
+    """Create a fake CPU tensor per spec; equal names share a symbol, and if "T" and "T/2" occur, "T" is 2 * "T/2"."""
     symbols = {name: new_symbol(mode, i, hint) for i, (name, hint) in enumerate(hints.items())}
     for name in symbols:
         whole, _, parts = name.partition("/")
