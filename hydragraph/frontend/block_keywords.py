@@ -1,4 +1,4 @@
-"""Access to the keyword arguments of the block being traced, for the layers inside it."""
+"""Access to the keyword arguments of the block being traced, for layers inside it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class _Selection:
     Attributes:
         mask: the mask, permuted so that the token dimension is the first.
         dims: for each dimension of `mask`, its index in the original mask.
-        sizes: the sizes of `mask`.
+        sizes: sizes of `mask`.
     """
 
     mask: fx.Node
@@ -175,7 +175,7 @@ class _Rewriting:
         raise _Unchanged(f"{node.target} reads positions that a mask selects")
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        """Return the selection that yields `indices`, and a map from the mask's dimensions to the indexed value's."""
+        """Return the selection that gives `indices`, and a map from the mask's dimensions to the indexed value's."""
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}

@@ -49,10 +49,10 @@ class Marker:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.refuse(f"the layer reads its .{name}")
+        self.refuse(f"a layer that reads mask.{name}")
 
     def __getitem__(self, index: object) -> Any:
-        self.refuse("the layer indexes it")
+        self.refuse("a layer that indexes the mask")
 
 
 def mask(

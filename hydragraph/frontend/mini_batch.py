@@ -1,4 +1,4 @@
-"""Validation of global mini-batches, and packing for a rank."""
+"""Validation of mini-batches, and packing of a rank's micro-batches."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64), contiguous."""
+        """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64 q), contiguous."""
         ...
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
@@ -317,7 +317,7 @@ def _sizes(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, which kernels assume without a check."""
+    """Make the last dimension contiguous, which kernels assume unchecked."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -159,7 +159,7 @@ class SliceTable:
 
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
-            sums: target ranges may overlap, for `slice_copy(..., accumulate=True)`.
+            sums: whether target ranges may overlap; `slice_copy` then needs accumulate=True.
 
         Raises:
             Unsupported: a tensor has another dtype or shape, a number is negative, or target ranges overlap without

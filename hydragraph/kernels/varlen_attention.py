@@ -35,7 +35,7 @@ def varlen_attention(
     sink: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute attention within each packed sequence; hydragraph can train custom modules that call this.
+    """Compute attention within each packed sequence; hydragraph can train custom modules that call this function.
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].

@@ -63,7 +63,7 @@ def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """Return where a run can read each symbol: symbol -> (index of a value, dimension, factor).
+    """For each symbol, return where a run can read it: symbol -> (index of a value, dimension, factor).
 
     The symbol is the size of this dimension divided by the factor; for a SymInt value, the dimension is None.
     """

@@ -173,7 +173,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """Evaluate conditions with the same value for all sizes during tracing, although torch.export postpones them.
+    """During tracing, evaluate conditions that are equal for all sizes, which torch.export would postpone.
 
     Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """
