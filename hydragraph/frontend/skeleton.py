@@ -75,8 +75,7 @@ class FlatBlock(nn.Module):
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
             what = "its output is structured differently from that of an otherwise equal block"
-            remedy = "let all blocks return their hidden state in the same structure"
-            raise Unsupported(what, where=call.name, remedy=remedy)
+            raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same way")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
 
