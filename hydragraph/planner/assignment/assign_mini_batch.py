@@ -1,14 +1,14 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Each round assigns sequences to pipelines as if every pipeline ran the best number of equal micro-batches
-(`local_search.finish`, FORMED), then packs each pipeline's sequences into micro-batches. The next round corrects each
-pipeline's assumed end time by the error found in packing.
+Each round first assigns sequences to pipelines, assuming that every pipeline divides them into equal micro-batches
+(`local_search.finish`, FORMED). It then packs each pipeline's sequences into micro-batches. The next round corrects
+each pipeline's assumed end time by the error found in packing.
 
 The rounds assume that all PP stages are as slow as the slowest, and that filling and draining a pipeline takes (PP - 1)
-times as long as the pipeline's largest micro-batch. The best result is improved with the actual schedule
+times as long as the pipeline's largest micro-batch. The best result is then improved under the actual schedule
 (`schedule_search`).
 
-Equations of Hydraulis -> functions:
+Where Hydraulis's equations are implemented:
 
     section 6, dispatch, then pack                                       `enveloped`
     Appendix D.1, minimize sum_j cost_j + (PP - 1) max_j cost_j          `formed`
@@ -78,7 +78,7 @@ def assign(
         lengths: tokens of each sequence; empty sequences are skipped.
 
     Raises:
-        Unsupported: a sequence is longer than every pipeline's MaxLen, or a scheme is not in the profile.
+        Unsupported: a sequence fits no pipeline (MaxLen), or a scheme is not in the profile.
     """
     return assign_pipelines(profile.pipelines(schemes), lengths, effort=effort, seed=seed)
 
@@ -98,7 +98,7 @@ class Bounded:
     """A mini-batch, and lower bounds on the time of any assignment.
 
     Attributes:
-        first: initial assignment, made longest first [n].
+        first: each sequence's pipeline in the longest-first assignment [n].
     """
 
     problem: AssignmentProblem
@@ -180,7 +180,7 @@ def enveloped(start: Bounded, seed: int = 0) -> MicroBatchCut:
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Divide each pipeline's sequences into micro-batches; also return the pipelines' times by Appendix D.1 [P]."""
+    """Divide each pipeline's sequences into micro-batches; also return each pipeline's time by Appendix D.1."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -208,7 +208,7 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
 
 
 def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> MicroBatchCut:
-    """Improve an assignment with the actual schedule; the result is never worse."""
+    """Improve an assignment by simulating the actual schedule; the result is never slower."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
@@ -237,7 +237,7 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    # Without a bubble, every MaxLen tokens cost at least the fixed cost c.
+    # In a single stage, every MaxLen tokens cost at least one micro-batch's fixed cost c.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
@@ -245,8 +245,8 @@ def _least_cost(problem: AssignmentProblem) -> Floats:
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
     """Return a function of z: the most work that a pipeline of each kind can finish by time z, for any V >= 1.
 
-    The work `sum`, in V micro-batches of fixed cost c, satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
-    sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if this V is below 1, V = 1 gives sum =
+    Work `sum` in V micro-batches of fixed cost c satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
+    sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c). If this V is below 1, V = 1 gives sum =
     z / PP - c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])

@@ -22,13 +22,13 @@ from hydragraph.planner.assignment.equal_sequences import equally_long
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one candidate.
+    """Result of comparing one candidate strategy.
 
     Attributes:
         seconds: expected seconds, including `charge`; infinite if no assignment was computed.
         bound: lower bound on `seconds`.
         charge: iteration time minus the slowest pipeline's time.
-        why: reason why the candidate lost; "" for the winner.
+        why: why the candidate lost; "" for the winner.
     """
 
     seconds: float
@@ -39,7 +39,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The winner and all verdicts.
+    """The fastest candidate, and each candidate's verdict.
 
     Attributes:
         assignment: the winner's assignment; its `seconds` exclude `Verdict.charge`.
@@ -77,7 +77,7 @@ def compare(
     """Choose a candidate, and report why the others lost.
 
     Args:
-        all_of_them: do not skip candidates whose bound exceeds the best time.
+        all_of_them: evaluate even candidates whose bound exceeds the best time.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]

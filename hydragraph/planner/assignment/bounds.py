@@ -11,11 +11,11 @@ to find good prices, so similar lengths are grouped.
     x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
     lambda       [K]     `prices`: dual variables of the capacities
 
-If each backward is one action (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. If the shortest of some
-sequences takes t seconds to reach a stage in the forward, and u seconds to return from it in the backward, the pipeline
-ends no earlier than t + u plus these sequences' time on the stage. Bounds for the p longest sequences:
+If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. Let the shortest
+of some sequences take f seconds to reach a stage in the forward, and b seconds to return in the backward. Then the
+pipeline ends no earlier than f + b plus these sequences' time on the stage. Bounds for the p longest sequences:
 
-    divided     the relaxation, with room z - t - u on each pipeline
+    divided     the relaxation, with z - f - b seconds on each pipeline
     pigeonhole  each pipeline finishes a whole number of sequences by z; these numbers must add up to at least p
     alone       no sequence ends earlier than it would alone on its best pipeline
 
@@ -42,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Maximum numbers of groups of similar lengths in the linear program, and of rounds.
+# Maximum numbers of length groups in the linear program, and of rounds.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6
@@ -50,7 +50,7 @@ FORBIDDING = 1e6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Solution of the relaxation.
+    """Solution of the linear relaxation.
 
     Attributes:
         seconds: lower bound on the time of any assignment.
@@ -62,11 +62,11 @@ class Relaxation:
 
 
 def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Relaxation:
-    """Return the relaxation.
+    """Solve the relaxation.
 
     Args:
         capacity: nondecreasing function of the deadline z.
-        start: end time of any assignment.
+        start: end time of a known assignment.
     """
     if not len(cost):
         return Relaxation(0.0, cost, np.ones(cost.shape[1]))
@@ -144,7 +144,7 @@ class Least:
         work: seconds of each sequence [n, K], infinite if it does not fit.
         overhead: fixed seconds of a micro-batch [K].
         prefixes: last index of each examined prefix of the sorted sequences [p], ascending.
-        fill: seconds that each prefix's shortest sequence spends on earlier stages, forward and backward [p, K].
+        fill: seconds that each prefix's shortest sequence spends in earlier stages, forward plus backward [p, K].
     """
 
     work: Floats
@@ -159,7 +159,7 @@ class Least:
 
 
 def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
-    """Return the minimum time of each sequence.
+    """Return each sequence's minimum time on a stage.
 
     Args:
         terms: lower bounds on each kind's cost terms (`stage_terms` with `lower`).
@@ -206,7 +206,7 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
-    # Capacity until time z: the sum over kinds of price * count * max(0, z - fill).
+    # The capacity by time z is the sum over kinds of price * count * max(0, z - fill).
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)

@@ -25,12 +25,12 @@ from hydragraph.spec.assignment import Assignment
 PRECISION = 1e-9
 ROUNDING = 1e-6  # tolerance for counts of sequences
 LEAST_S = 1e-12  # minimum seconds per sequence
-# Relative sizes of a pipeline's first micro-batches and, reversed, of its last.
+# Relative sizes to try for a pipeline's first micro-batches and, reversed, for its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by pipelines' exact end times; return the assignment and the latest end time."""
+    """Assign equal sequences by exact end times; return the assignment and the last pipeline's end time."""
     kinds = _kinds(pipelines, lengths)
     ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
     ends = [ends_by_pipeline[pipeline] for pipeline in pipelines]
@@ -50,7 +50,7 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 
 
 def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Return an approximately best assignment, by the module's formula."""
+    """Return a nearly optimal assignment, by the module's formula."""
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
@@ -132,7 +132,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: its stages, its slowest stage's seconds per sequence and micro-batch, and its maximum micro-batch."""
+    """Number of stages, the slowest stage's seconds per sequence and per micro-batch, and a micro-batch's capacity."""
 
     stages: int
     each: float
@@ -141,7 +141,7 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for sequences of one length; negative costs, caused by noisy measurements, are clamped."""
+        """Return the kind for sequences of one length; negative costs (from noisy measurements) are clamped."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 

@@ -13,7 +13,7 @@
 
 A pipeline's end time depends only on its work, its tokens and its longest sequence.
 
-Equations of Hydraulis -> functions:
+Where Hydraulis's equations are implemented:
 
     Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
     Eq. 1, for V equal micro-batches                   `finish` in mode FORMED, for the best V
@@ -46,16 +46,16 @@ OVERHEAD = 4
 MAX_LEN = 5  # maximum tokens of a micro-batch
 UTIL_LEN = 6  # desired minimum tokens of a micro-batch
 MODE = 7
-COLUMNS = 8  # then, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
+COLUMNS = 8  # followed, for each of W reaches (`cost.reach`), by window, chunk, seconds per pair
 
 EQ3 = 0.0
 FORMED = 1.0
 SINGLE = 2.0
 
 NEAR = 16
-# Fraction of the last pipeline's end time that a step must save, so that rounding does not keep the search running.
+# Fraction of the last pipeline's end time that a step must save; otherwise, rounding could keep the search running.
 LEAST_GAIN = 1e-12
-# The same for more than MANY sequences, where each step is slower.
+# The same fraction for more than MANY sequences, which slow down each step.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
@@ -70,7 +70,7 @@ class Instance(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """Each pipeline's inputs of `finish`, and end time [P].
+    """Arguments of `finish` for each pipeline, and its end time [P].
 
     Attributes:
         longest, second: indices of each pipeline's two longest sequences; n if there is none.
@@ -166,7 +166,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
 
 @compiled
 def ends_of(placed: Ints, instance: Instance) -> Floats:
-    """Return each pipeline's end time [P]; 0 without work."""
+    """Return each pipeline's end time [P], 0 for pipelines without work."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     recount(placed, instance, np.zeros(pipelines), np.ones(pipelines, np.bool_), state)
@@ -175,11 +175,11 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @partial(compiled, shared=True)
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Assign each sequence, longest first, to the pipeline that finishes it first; return -1 for those that fit none.
+    """Assign each sequence, longest first, to the pipeline that finishes it first; return -1 if it fits none.
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].
-        fullest: assign to the fullest pipeline instead.
+        fullest: prefer the fullest of equal pipelines.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -204,7 +204,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Of equal pipelines, the one that ends first is best, unless its longest sequence determines its end.
+            # Of equal pipelines, the first to end is best, unless its longest sequence determines its end.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -306,7 +306,7 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return pipeline q's base: base plus added work is a lower bound on its new end time.
+    """Return a base for pipeline q: this base plus added work is a lower bound on q's new end time.
 
     In mode FORMED, the base excludes the bubble, because more tokens may shorten it.
     """
@@ -317,15 +317,16 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 def best_step(
     p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
-    """Return the step that most reduces the later end time of p, which finishes last, and a partner q.
+    """Return the best step for pipeline p, which finishes last.
 
-    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q.
+    A step moves sequence i from p to a pipeline q, or swaps it for a shorter sequence k of q. The best step most
+    reduces the later end time of p and q.
 
     Args:
-        horizon: latest allowed end time of the partner.
+        horizon: latest end time of q before the step.
 
     Returns:
-        The later end time, i (-1: no step helps), k (-1: the step is a move), and q.
+        The later end time, i (-1: no step helps), k (-1: move), and q.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -396,7 +397,7 @@ def best_step(
 
 @partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Move or swap sequences of the last pipeline, in place, while it then ends earlier; return the latest end time."""
+    """Move or swap sequences of the last pipeline, in place, while this makes it end earlier; return its end time."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     changed = np.ones(pipelines, np.bool_)
@@ -421,7 +422,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @partial(compiled, shared=True)
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Run iterated local search in place: move a few sequences at random, descend, keep the result if no worse."""
+    """Run iterated local search in place: move a few sequences at random, descend, and undo if the result is worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
     n = len(placed)
@@ -453,9 +454,9 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Allow each sequence one kind, such that neighboring sequences together match their shares [n, K].
+    """Return a mask [n, K] that allows each sequence one kind, such that neighbors together match their shares.
 
-    Each sequence gets the kind that is furthest below its share.
+    Each sequence gets the kind that is furthest below its share so far.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)

@@ -1,7 +1,7 @@
 """Packing of one pipeline's sequences into micro-batches (compiled).
 
     n        sequences of the pipeline, sorted by length, descending
-    V        micro-batches; `count` in code
+    V        number of micro-batches; `count` in code
     work[i]  [n]  a l^2 + b l: seconds of sequence i on one stage
     c        fixed seconds of a micro-batch
     PP       stages
@@ -10,7 +10,7 @@
 V micro-batches are like V equal pipelines that accept at most MaxLen tokens, so `local_search` assigns sequences to
 them.
 
-Equations of Hydraulis -> functions:
+Where Hydraulis's equations are implemented:
 
     Eq. 1, (PP - 1 + V) max_j cost_j                          `price` with EQ1
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j        `price` with SUM
@@ -61,8 +61,8 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the work of the largest of `count` micro-batches.
 
-    For example, of the 2 count + 1 largest sequences, three share a micro-batch, which has at least the work of the
-    smallest three.
+    For example, at least three of the 2 count + 1 largest sequences share a micro-batch. Its work is at least that of
+    the three smallest.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -79,7 +79,7 @@ def largest_at_least(work: Floats, count: int) -> float:
 
 @compiled
 def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
-    """Return each sequence's micro-batch, -1 if it does not fit."""
+    """Return each sequence's micro-batch, or -1 if it does not fit."""
     instance = as_pipelines(work, lengths, count, max_len)
     start = np.zeros(count, np.int64)
     placed = longest_first(instance, start, False)
@@ -123,7 +123,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
     Args:
         terms: coefficients of the pipeline's kind; see `local_search`.
-        kicks: number of kicks (`local_search.kick`) for each of the best values of V.
+        kicks: number of random moves (`local_search.kick`) for each of the best V.
     """
     n = len(work)
     total = work.sum()
@@ -167,7 +167,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # More may be needed: three sequences of 3 tokens need 3 micro-batches of 5 tokens, although 9 < 2 * 5.
+    # More may be needed: three sequences of 3 tokens need 3 micro-batches if MaxLen is 5, although 9 < 2 * 5.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
@@ -187,12 +187,12 @@ def form_in_order(
     table: ScheduleTable,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` with micro-batches in the order that ends earliest, and the end time.
+    """Return the result of `form`, with micro-batches in the order that ends earliest, and this end time.
 
     Args:
         stages: number of stages, including interleaved stages.
         table: schedule table for as many micro-batches as sequences.
-        climb: number of rounds that improve the order.
+        climb: number of rounds of improving the order.
     """
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:

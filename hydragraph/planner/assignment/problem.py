@@ -19,7 +19,7 @@ Bubble = Literal["longest", "constant"]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """Sequences, the longest first, and kinds of pipelines; symbols as in `local_search`.
+    """Sequences, longest first, and kinds of pipelines, with the symbols of `local_search`.
 
     Attributes:
         counts: number of pipelines of each kind [K].
@@ -41,20 +41,20 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Pairs of a length and kinds: the longest sequence that fits only these kinds of pipelines."""
+        """Pairs (length, kinds): the longest sequence that fits only these kinds of pipelines."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
 
     def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
-        """Return each pipeline's sequences, as the caller's indices."""
+        """Return the caller's indices of each pipeline's sequences."""
         of_pipeline: list[list[int]] = [[] for _ in self.pipelines]
         for i, p in zip(self.order.tolist(), placed.tolist(), strict=True):
             of_pipeline[p].append(i)
         return tuple(map(tuple, of_pipeline))
 
     def only(self, allowed: NDArray[np.bool_]) -> Instance:
-        """Return the inputs with each sequence limited to its allowed kinds [n, K]."""
+        """Return an instance that limits each sequence to its allowed kinds [n, K]."""
         return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
 
@@ -64,8 +64,8 @@ def problem_of(
     """Return the arrays of a mini-batch without empty sequences.
 
     Args:
-        formed: whether pipelines divide their work into micro-batches; if not, their end times follow Eq. 2 of
-            Hydraulis.
+        formed: whether pipelines divide their work into micro-batches; if not, Eq. 2 of Hydraulis gives their end
+            times.
         bubble: term of Eq. 2: "longest" is (PP - 1) T(longest assigned sequence), "constant" is (PP - 1) T(MaxLen).
 
     Raises:

@@ -1,7 +1,7 @@
 """Improvement of an assignment, judged by the exact duration of its schedule (compiled by numba).
 
-Simulating a pipeline's schedule (`compiled_replay.replay`) is expensive, so only the pipeline that ends last is
-changed, and the first step that helps is taken.
+Because simulating a pipeline's schedule (`compiled_replay.replay`) is expensive, the search changes only the pipeline
+that ends last, and takes the first step that helps.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
     M            maximum number of micro-batches, equal to n
@@ -65,8 +65,8 @@ class Draft(NamedTuple):
         members: sequences per micro-batch [M].
         squares: sum of l^2 per micro-batch [M].
         tokens: sum of l per micro-batch [M].
-        near: sum of attention pairs within each reach [M + 2, W].
-        rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, are for trials.
+        near: attention pairs within each reach, per micro-batch [M + 2, W].
+        rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, hold trials.
         busy: computing seconds [P, S].
         spent: number of forwards and backwards simulated so far [1].
         trial: two trial orders [2, C + 1].
@@ -164,7 +164,7 @@ def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> 
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, given: Sequences) -> bool:
-    """Fill trial row `at` with micro-batch m minus sequence `less` plus `more`; return whether it fits.
+    """Fill trial row `at` with micro-batch m without sequence `less` and with `more`; return whether it fits.
 
     Args:
         m: micro-batch of pipeline p; -1: an empty one.
@@ -196,7 +196,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
 @compiled
 def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
-    """Write pipeline p without sequence i to the first trial order; return its micro-batch count."""
+    """Write pipeline p's order without sequence i to the first trial order; return the number of micro-batches."""
     order = plan.trial[0]
     m = plan.batch[i]
     count = 0
@@ -279,7 +279,7 @@ def free_number(plan: Draft) -> int:
 def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
     """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new micro-batch at position x.
 
-    If i was the only sequence of its old micro-batch, position x does not count that micro-batch.
+    Position x does not count the old micro-batch of i if this becomes empty.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -343,7 +343,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return a lower bound on the busiest stage's time in pipeline q, given sequence i but not k (-1: none)."""
+    """Return a lower bound on pipeline q's busiest stage's time, with sequence i added and k removed (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -450,7 +450,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place until no step helps, `tasks` end, or all ends are at most `enough`; return the latest end."""
+    """Improve in place until no step helps, `tasks` are simulated, or all end by `enough`; return the latest end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:
@@ -549,7 +549,7 @@ def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
 
 @compiled
 def restore(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy the arrays back; the caller must then call `recount`."""
+    """Copy `kept` into the plan; the caller must then call `recount`."""
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]
     plan.order[:] = kept[2]

@@ -24,8 +24,8 @@ class Effort:
     """Search effort; more effort never gives a worse result.
 
     Attributes:
-        kicks: number of kicks for up to 10 pipelines and `MANY` sequences; larger problems get fewer kicks.
-        enough: relative gap to the bound at which the search ends.
+        kicks: number of random moves for up to 10 pipelines and `MANY` sequences; larger problems get fewer.
+        enough: the search ends at this relative distance from the bound.
     """
 
     kicks: int = 50
@@ -35,14 +35,14 @@ class Effort:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Numbers of shuffles for Alg. 1 and of starts in which pipelines refuse sequences, for up to 10 pipelines.
+# For up to 10 pipelines: numbers of shuffles for Alg. 1, and of starts in which pipelines refuse sequences.
 TRIALS = 100
 CAPS = 24
 DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Return the relaxation, with its bound raised to the time of the hardest sequence alone.
+    """Solve the relaxation; raise its bound to the time of the slowest sequence alone.
 
     Args:
         cost: lower bound on each sequence's seconds [n, K].
@@ -81,7 +81,7 @@ def search(
     first: Ints | None = None,
     widely: bool = True,
 ) -> Ints:
-    """Return the best assignment found [n].
+    """Return the best assignment found: each sequence's pipeline [n].
 
     Args:
         widely: also start from Alg. 1 and from pipelines that refuse long sequences.
