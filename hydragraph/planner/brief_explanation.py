@@ -1,4 +1,4 @@
-"""Short explanation of a plan, and of why the usual strategies and rivals are slower."""
+"""Short explanation of a plan, and of why other strategies are slower."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ class _Compared:
         except Unsupported as error:
             return f"cannot run: {error}", math.inf
         if isinstance(found, Shortage):
-            return f"does not fit: {found} (memory)", math.inf
+            return f"does not fit: {found}", math.inf
         if not math.isfinite(found.seconds):
-            return "has too little memory for the longest sequence", math.inf
+            return "does not fit the longest sequence", math.inf
         more = found.seconds / self.plan.seconds - 1
         if more < -0.005:
             return f"takes {-more:.0%} less time, but the search did not simulate it", found.seconds

@@ -1,6 +1,6 @@
 """Canonical order of ranks, independent of how nodes and devices are listed.
 
-Nodes, their network cards, and devices are sorted, the fastest first.
+Nodes, their network cards and devices are sorted from fast to slow.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _device(costs: Costs, rank: int) -> Key:
 
 
 def told(found: Finalists, order: Sequence[int]) -> Finalists:
-    """Convert results from the canonical order to the original ranks."""
+    """Convert results from canonical to original rank numbers."""
     names = dict(enumerate(order))
     settled = tuple(as_told(plan, order) for plan in found.settled)
     passed = tuple(_proposal(proposal, names) for proposal in found.passed)

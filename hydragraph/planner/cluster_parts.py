@@ -1,4 +1,4 @@
-"""Subsets of a cluster's nodes, because fewer nodes can be faster if communication takes most of the time.
+"""Subsets of a cluster's nodes; fewer nodes can be faster if communication takes most of the time.
 
 Example with nodes of kinds A and B, the fastest first:
 
@@ -18,7 +18,7 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs for subsets of the canonically ordered nodes, with the subset's fraction of computing power."""
+    """Yield costs for subsets of the canonically ordered nodes, and each subset's fraction of computing power."""
     powers: dict[int, float] = {}
     for rank, device in enumerate(costs.cluster.devices):
         powers.setdefault(device.node, 0.0)

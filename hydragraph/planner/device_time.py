@@ -1,7 +1,7 @@
 """Breakdown of an iteration's time by cause, averaged over devices.
 
 computation  forwards and backwards, including tensor-parallel sums
-traffic      exposed pulls, pushes and messages, and the update
+traffic      pulls, pushes and messages that delay it, and the update
 waiting      waiting for other stages or pipelines
 idle         devices without work
 """
@@ -33,10 +33,10 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(rival: Strategy, slower: dict[str, float], faster: dict[str, float], unused: float = 0.0) -> str:
-    """Return the main cause of a rival's additional time.
+    """Return the main cause of a rival strategy's additional time.
 
     Args:
-        unused: fraction of devices that neither strategy uses; these do not count as idle.
+        unused: fraction of devices that neither strategy uses, which do not count as idle.
     """
     more = {kind: slower[kind] - faster[kind] for kind in slower}
     more["idle"] -= unused * sum(more.values())

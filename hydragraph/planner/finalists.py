@@ -1,7 +1,7 @@
-"""Selection of the best proposals, in ever costlier steps:
+"""Selection of the best proposed strategies, in ever costlier steps:
 
 pipeline recurrence     every proposal: a lower bound on its time
-traffic of each card    every proposal: another lower bound
+network cards' traffic  every proposal: another lower bound
 estimate with traffic   proposals whose bounds are below the best time
 fewer pipelines         the best proposals, while removing pipelines saves time
 micro-batches           proposals that may still be the best: micro-batches formed as in a run
@@ -49,22 +49,22 @@ FEW = 16
 MANY = 64
 # Estimated savings below this fraction are seldom real.
 SAVES = 0.003
-# Maximum number of checked plans if nearly equal plans are compared.
+# Maximum plans to check if nearly equal plans are compared.
 SETTLED = 6
 # Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
-# Maximum number of proposals whose micro-batches are formed as in a run before one proposal's memory is checked.
+# Maximum proposals whose micro-batches are formed before the first memory check.
 CUT = 4
-# The exact time is seldom below this fraction of `promised`.
+# The exact time is seldom below this fraction of the `promised` time.
 PROMISED = 0.97
-# Assumed accuracy of estimates for fewer pipelines.
+# Assumed ratio of exact to estimated times with fewer pipelines.
 ROUGHLY = 0.95
 # Slowdown by pull and push above which other owners are tried.
 WAITING = 1.05
-# Duration of a simulation, as a multiple of an estimate's duration.
+# A simulation takes as long as this many estimates.
 SIMULATION = 40
 
-# Home -> bytes of state that change owner.
+# Bytes of state that change owner, by home.
 Moved = Callable[[Home], int]
 Exactly = Callable[[Settled], Settled]
 
@@ -76,7 +76,7 @@ class Proposal:
     Attributes:
         last_s: end time of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
-        across: the strategy placed across nodes, if this differs.
+        across: variant whose pipelines span nodes, if it differs.
         least_s: lower bound on an iteration's time.
     """
 
@@ -103,7 +103,7 @@ class Finalists:
 
     @classmethod
     def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
-        """Keep each strategy's best result, or its most promising proposal."""
+        """Keep each strategy's best result, else its most promising proposal."""
         settled: dict[Strategy, Settled] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}
@@ -126,7 +126,7 @@ def proposals(
     stages: Sequence[Staged],
     simple: Sequence[Simple],
 ) -> list[Proposal]:
-    """Return distinct strategies with assigned sequences, the most promising first."""
+    """Return distinct proposals with assigned sequences, the most promising first."""
     by_strategy: dict[Strategy, Proposal] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         strategy, across = strategies_of(candidate)
@@ -185,10 +185,10 @@ def finalists(
     """Choose owners and check memory for the most promising proposals, and simulate the best.
 
     Args:
-        near: also check proposals within this fraction of the best time.
+        near: also check proposals that are slower by at most this fraction.
         until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
-        moved: bytes that change owner, by home; orders proposals within `near`. Default: ordered by time.
+        moved: bytes that change owner under a home; orders proposals within `near`. Default: ordered by time.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
@@ -230,7 +230,7 @@ def finalists(
 
 
 class _Queue:
-    """Queue of proposals, the most promising first, with micro-batches formed as in a run if that is faster.
+    """Queue of proposals, the most promising first, with micro-batches formed as in a run if they are then faster.
 
     Forming micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
     """
@@ -253,7 +253,7 @@ class _Queue:
         self._cut: set[Strategy] = set()
         self._cut_s = 0.0
         self._numbers = count()
-        # (seconds, insertion index, whether micro-batches are still to be formed, proposal)
+        # (seconds, insertion index, whether micro-batches must be formed, proposal)
         self._heap: list[tuple[float, int, bool, Proposal]] = []
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate excluded proposals whose bound is below `limit`, since plans may be slower than estimated."""
+        """Estimate excluded proposals whose bound is below `limit`; better proposals may have proved slower."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -311,7 +311,7 @@ class _Queue:
         self._cut.add(each.strategy)
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # it may fit with the owners chosen later
+        except Unsupported:  # other owners, chosen later, may make it fit
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:
@@ -377,7 +377,7 @@ def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
 
 
 class _Clock:
-    """Cache of estimates that include traffic; the owners' memory is not checked."""
+    """Cache of time estimates that include traffic but do not check the owners' memory."""
 
     def __init__(self, costs: Costs) -> None:
         def under(strategy: Strategy) -> list[Iterations]:
@@ -439,7 +439,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind; nodes of a kind have equal hardware and equally many pipelines of each form."""
+    """Yield one node of each kind; nodes of a kind have equal hardware and equal numbers of pipelines by form."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:

@@ -42,9 +42,9 @@ _FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up device types, and their relativ
 
 @contextmanager
 def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
-    """Compile missing functions in other processes; a search that calls such a function waits for its compilation.
+    """Compile missing functions in other processes; a search that calls one waits until it is compiled.
 
-    Yields whether there is anything to compile.
+    Yields whether any function is missing.
 
     Args:
         seconds: maximum time to wait before this process compiles the functions itself.

@@ -1,10 +1,10 @@
 """A good plan within a fraction of a second, for a run that waits for a plan.
 
-Of these candidates, the fastest that fits in memory is returned:
+The result is the fastest of these candidates that fits in memory:
 
 - the running and earlier strategies, if they use no lost rank;
-- the running strategy with slow pipelines laid out by the devices' rates, with and without slow ranks, or omitted;
-- for equal sequences of a typical length, the search's results and simple plans (`symmetric`).
+- the running strategy, with slow pipelines omitted, or rebuilt by the devices' rates with or without slow ranks;
+- results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum numbers of running and searched strategies, and minimum number of estimates.
+# Maximum numbers of running and of searched strategies, and minimum number of estimates.
 RUNNING = 3
 MOST = 4
 FEWEST = 5
@@ -42,10 +42,10 @@ SLOW = 1.5  # rate above which plans without the rank are also tried
 
 @dataclass(frozen=True)
 class Estimate:
-    """A strategy that fits.
+    """Predicted time of a strategy that fits.
 
     Attributes:
-        seconds: iteration time with the sampled mini-batch.
+        seconds: iteration time with a typical mini-batch.
     """
 
     strategy: Strategy
@@ -66,7 +66,7 @@ def plan_at_once(
 
     Args:
         others: further candidates, the running strategy first; ranks outside the cluster count as lost.
-        deadline_s: seconds after which no estimate starts, except the first `FEWEST`.
+        deadline_s: seconds after which no further estimate starts, once there are `FEWEST`.
     """
     began = time.monotonic()
     batch = sample(workload)

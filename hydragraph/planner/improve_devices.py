@@ -1,7 +1,7 @@
 """Improvement of plans for varying lengths, by moves of devices.
 
-The search for equal sequences gives all pipelines of a device type one degree, but long sequences need large groups.
-Moves:
+The search for equal sequences gives all pipelines of a device type one tensor-parallel degree, but long sequences need
+large groups. Moves:
 
     split a node's devices into other groups, each with its own pipeline; slow devices may become idle
     replace a pipeline by one or two pipelines of another degree on its devices
@@ -28,24 +28,24 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum number of strategies priced to improve one strategy.
+# Maximum strategies priced to improve one strategy.
 PRICED = 200
-# Number of moves priced before the best one is made, because the first gain is often a dead end.
+# Number of moves priced before the best is made; the first gain is often a dead end.
 AT_ONCE = 24
 # Fraction of the time that a move must save.
 SAVES = 1e-3
-# Moves are priced if their `pace` is below this multiple of the best time.
+# Moves are priced only if their `pace` is below this multiple of the best time.
 REACH = 1.15
 # Assumed fraction of pull and push that is exposed.
 WAITED = 0.25
-# Devices slower than their node's healthiest device by this factor may be left idle.
+# Devices slower than their node's healthiest by this factor may stay idle.
 SLOW = 1.5
 
 Devices = tuple[int, ...]
 
 
 class Yard:
-    """Builder of pipelines and of moves of devices; every pipeline fits a micro-batch of `reach` tokens."""
+    """Generator of moves; every pipeline that it builds fits a micro-batch of `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
         typical = workload.typical
@@ -70,7 +70,7 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return the approximate iteration time if pipelines were always busy, plus exposed traffic."""
+        """Return the approximate iteration time of always busy pipelines, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
@@ -141,8 +141,8 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # Split all nodes at once, possibly except one or all nodes of a kind, because the slowest pipeline determines
-        # the traffic's time.
+        # Split all nodes at once, or all except one or all nodes of a kind: the slowest pipeline determines the
+        # traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -165,7 +165,7 @@ class Yard:
         """Return a pipeline of these devices with layers divided by rate; None if the model does not fit.
 
         Args:
-            pipeline: pipeline whose largest tensor-parallel degree is kept if possible.
+            pipeline: its largest tensor-parallel degree is kept if possible.
             pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)

@@ -1,6 +1,6 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. Example: one
+The proposal of candidates (Hydraulis, section 7) ignores bubbles, so these are only starting points. Example: one
 exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
 
@@ -16,7 +16,7 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Maximum numbers of candidates to improve per group of mini-batches, and of exchanges per candidate.
+# Maximum numbers of candidates improved per group of mini-batches, and of exchanges per candidate.
 STARTS = 4
 ROUNDS = 16
 WORTH = 1e-3
@@ -56,7 +56,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Group mini-batches by the least MaxLen that fits; return all groups but the last, with their longest lengths."""
+    """Group mini-batches by the MaxLen that they need; return all groups but the last, and their longest lengths."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -67,7 +67,7 @@ def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDAr
 def climbed(
     start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
-    """Improve a strategy on a group of mini-batches; the result still fits sequences of `reach` tokens.
+    """Improve a strategy on a group of mini-batches; the result fits sequences of `reach` tokens.
 
     The additional cost of unequal pipelines is ignored, because several exchanges together may outweigh it.
     """
@@ -107,7 +107,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
 
 
 def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
-    """Yield the strategies that one exchange makes: fewer pipelines of one scheme, more of another."""
+    """Yield the results of one exchange: fewer pipelines of one scheme, and more of another."""
     usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
     for old, new in product(dict.fromkeys(strategy), usable):
         count = strategy.count(old)

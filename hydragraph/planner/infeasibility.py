@@ -1,4 +1,4 @@
-"""Diagnosis when no plan fits: the memory, sequence length or number of devices that would suffice."""
+"""Errors if no plan fits, with the memory, sequence length or number of devices that would suffice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEARLY = 1.05
 
 
 def check_nodes(costs: Costs) -> None:
-    """Reject nodes whose devices have different types."""
+    """Reject nodes with devices of different types."""
     types: dict[int, str] = {}
     for rank in range(costs.ranks):
         node, name = costs.cluster.node_of(rank), costs.cluster.type_of(rank)
@@ -45,7 +45,7 @@ def check_labels(costs: Costs, workload: Workload) -> None:
         lost = ", ".join(f"{rank}: inf" for rank in small)
         without = f"run without ranks {listed} (health rates {{{lost}}}), or " if len(small) < len(running) else ""
         raise Unsupported(
-            f"nothing fits: every rank holds the labels of all sequences, {least / 1e9:.3g} GB, which exceeds the "
+            f"nothing fits: every rank holds the labels of all sequences ({least / 1e9:.3g} GB), which exceed the "
             f"memory of rank{'s' * (len(small) > 1)} {listed}",
             where=f"plan for {workload} on {costs.ranks} devices",
             remedy=f"{without}give smaller mini-batches",
@@ -63,8 +63,8 @@ def nothing_fits(
         first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
     else:
         why = (
-            f"no pipeline of these devices holds the model: the state alone takes {state / 1e9:.3g} GB of the devices' "
-            f"{room / 1e9:.3g} GB, and each stage adds weights, gradients and activations"
+            f"no pipeline of these devices can hold the model: the state alone takes {state / 1e9:.3g} GB of the "
+            f"devices' {room / 1e9:.3g} GB, and each stage adds weights, gradients and activations"
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)

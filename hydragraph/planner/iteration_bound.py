@@ -1,8 +1,8 @@
 """Lower bound on the iteration time of any plan.
 
-A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. This is at least
-w(type, block), the minimum over all groups. In time T, the devices of a type, with rates x_d, provide T sum 1 / x_d
-device-seconds. The bound is the least T for which all blocks of all sequences can be divided among the types: a linear
+A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. Let w(type, block) be
+the minimum over all groups. In time T, the devices of a type, with rates (slowdowns) x_d, provide T sum 1 / x_d
+device-seconds. The bound is the least T in which all blocks of all sequences can be divided among the types: a linear
 program.
 
 The bound is at least the longest sequence's fastest forward and input-gradient backward (zb-h1) through all blocks.

@@ -34,5 +34,5 @@ def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assig
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Return an approximately best assignment, ignoring memory."""
+    """Return a nearly optimal assignment, ignoring memory."""
     return by_formula(pipeline_costs(costs, strategy, ANY), lengths)

@@ -62,21 +62,21 @@ ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact
 
 # Usable fractions of memory, tried in turn while no plan fits.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state needs more than the fraction TIGHT of all memory, the search is repeated with ROOMY times the limit.
+# If the state exceeds the fraction TIGHT of memory, the search is repeated with ROOMY times the limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum number of candidates kept per search.
+# Maximum candidates kept per search.
 SETTLED = 6
 FEW = 64
-# Maximum number of plans kept from Metis's search in "auto".
+# Maximum plans kept from Metis's search in "auto".
 STAGED = 2
-# Among plans within this fraction of the best time, the plan that moves the fewest bytes wins.
+# Among plans within this fraction of the best time, the one that moves fewest bytes wins.
 NEAR = 0.005
-# No work starts after the fraction SEARCHING of the deadline; searches may use the fraction FINDING of that time.
+# No work starts after the fraction SEARCHING of the deadline; searches may use FINDING of that time.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3
-# Maximum number of candidates for the iteration planner; each must save the fraction WORTH of the time.
+# Maximum candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 
@@ -99,7 +99,7 @@ class Plan:
         moved_bytes: bytes of state that change owner relative to the running plan.
         simulated: whether `seconds` was simulated; if not, traffic is estimated.
         text: result of `explain` without rivals and idle devices.
-        spare: available ranks that the plan does not use.
+        spare: running ranks that the plan does not use.
     """
 
     strategy: Strategy
@@ -169,11 +169,11 @@ def plan(
 
     Args:
         method: "mixed" is for several types of devices (AutoHet), "straggler" for slow devices (Malleus). "search"
-            finds the least cost in Metis's search space; "metis" runs Metis's memory-aware walk. "auto" runs all except
-            "metis", and "search" only up to 64 ranks and without a deadline.
+            finds the least cost in Metis's search space; "metis" runs Metis's memory-aware search. "auto" runs all
+            except "metis", and "search" only up to 64 ranks and without a deadline.
         running: current plan, strategy or strategy text. If given, the plan that moves the fewest bytes wins among
             nearly equal plans.
-        deadline_s: seconds until the best plan so far is returned. With None, the search completes and is
+        deadline_s: seconds after which the best plan so far is returned. With None, the search completes and is
             deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; only for method "mixed" and few devices.
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
@@ -419,7 +419,7 @@ def _check_copies(costs: Costs) -> None:
     several = {device.node for device in costs.cluster.devices}
     if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
         raise Unsupported(
-            f"{costs.home.copies} copies of the state need different nodes, but only node {running.pop()} runs",
+            f"{costs.home.copies} copies of the state need different nodes, but only node {running.pop()} is running",
             where="plan",
             remedy="plan with a home of one copy, or add a device on another node",
         )
@@ -503,7 +503,7 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
     for settled in sorted(looked.settled, key=lambda one: one.seconds):
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1
-            why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more state"
+            why = f"takes {more:.1%} longer" if more >= 0 else f"takes {-more:.1%} less time, but moves more state"
             rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why, settled))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1

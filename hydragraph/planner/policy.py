@@ -35,12 +35,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision between a static strategy and choosing one in every iteration.
+    """Decision between one static strategy and choosing a strategy in every iteration.
 
     Attributes:
         static: the best static candidate, if any.
         gain: fraction of the static candidate's time that choosing saves.
-        seconds: total seconds of each candidate (infinite if some mini-batch does not fit), then of choosing.
+        seconds: total seconds of each candidate (infinite if some mini-batch does not fit), and last, of choosing.
     """
 
     static: int | None
@@ -55,8 +55,8 @@ class Decision:
         if self.dynamic:
             return f"a strategy is chosen every iteration, which is expected to take {what}"
         return (
-            f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, but at least "
-            f"{gain:.1%} less is required"
+            f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, but the "
+            f"required saving is {gain:.1%}"
         )
 
 

@@ -40,11 +40,11 @@ NEAR_LIMIT = 0.99
 
 @dataclass(frozen=True)
 class SearchCandidate:
-    """A result of the search: pipelines of groups, by form.
+    """A result of the search: pipelines of forms (kinds of groups).
 
     Attributes:
         together: number of sequences per micro-batch.
-        layout: layout of each kind of pipeline; default: the bench's layout.
+        layout: layout of each kind of pipeline; default: the layout by `bench`.
     """
 
     bench: Bench
@@ -60,7 +60,7 @@ class SearchCandidate:
 
     @property
     def shape(self) -> object:
-        """Key that similar candidates share."""
+        """Key that is equal for similar candidates."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -74,7 +74,7 @@ class SearchCandidate:
         return [layout for layout, (_, times) in kinds for _ in range(times)]
 
     def exposed_s(self) -> float:
-        """Return the longest time of pull and push that a pipeline does not hide."""
+        """Return the longest time for which a pipeline waits for pull and push."""
         laid = self.laid()
         return max(layout.exposed_s + more for layout, more in zip(laid, self.bench.awaited(laid), strict=True))
 
@@ -89,7 +89,7 @@ def unlike(candidates: Iterable[SearchCandidate]) -> list[SearchCandidate]:
 
 @dataclass(frozen=True)
 class Settled:
-    """A runnable strategy with owners and assignments.
+    """A runnable strategy with owners of the state and assignments.
 
     Attributes:
         by_batch: seconds of each mini-batch, infinite if it does not fit.
@@ -118,11 +118,11 @@ class Shortage:
     bytes: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank} lacks {self.bytes / 1e9:.3g} GB"
+        return f"rank {self.rank} needs {self.bytes / 1e9:.3g} GB more memory"
 
 
 def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
-    """Return the strategy with each pipeline within few nodes and, if different, with pipelines across nodes."""
+    """Return the strategy with each pipeline on few nodes and, if different, a variant with pipelines across nodes."""
     laid = candidate.laid()
     within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
     return within, None if across == within else across
@@ -167,7 +167,7 @@ class Ends:
         return self._end(self._forms[pipeline], count)
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return each pipeline's number of micro-batches, such that the slowest pipeline ends as early as possible."""
+        """Return each pipeline's number of micro-batches, such that the last pipeline ends as early as possible."""
         every = range(len(self._forms))
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
@@ -184,7 +184,7 @@ class Ends:
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
-    """Return a key that pipelines with equal times share."""
+    """Return a key that is equal for pipelines with equal times."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):
@@ -241,7 +241,7 @@ def simulated(costs: Costs, settled: Settled) -> Settled:
 def owners(
     costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None = None
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Return the owners of the state, and every rank's peak memory.
+    """Choose owners of the state; return them and every rank's peak memory.
 
     The memory of messages is proportional to an owner's share. If stages stream, only some messages are in memory at a
     time, so memory is found by walking through the instructions.
@@ -277,7 +277,7 @@ def owners(
 
 
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
-    """Choose owners for each block; return the home and every rank's peak memory, if they fit.
+    """Choose owners of each block; return the home and every rank's peak memory, None if they do not fit.
 
     If stages stream, ranks with too little memory get smaller shares.
     """
@@ -300,7 +300,7 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
     """Return every rank's peak bytes over mini-batches.
 
-    Every pipeline is assumed to get the largest micro-batches of any pipeline of its shape.
+    Every pipeline is assumed to get the largest micro-batches of any pipeline with the same shape.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -333,7 +333,7 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return each rank's message bytes at the peak and at the end (if it owned all state), and its gradient bytes.
+    """Return each rank's message bytes at the peak and at the end (as if it owned all state), and its gradient bytes.
 
     Sent weights stay in the owner's memory until the commit. Gradients of later stages arrive during computation.
     """
@@ -359,7 +359,7 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """Micro-batches that determine memory. Further micro-batches of a full pipeline add only the bytes of their tokens.
+    """Micro-batches that determine memory; once a pipeline is full, more of them add only the bytes of their tokens.
 
     Attributes:
         largest: each pipeline's largest micro-batches, as many as fill it.

@@ -1,4 +1,4 @@
-"""Prices of strategies for mini-batches of varying lengths: estimates, and simulations of the best."""
+"""Times of strategies for mini-batches of varying lengths: estimates, and simulations of the best strategies."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 QUICK = Effort(kicks=1, enough=2e-2)
 SIMULATED = 3
-# Maximum number of reassignments while a rank has too little memory.
+# Maximum reassignments while a rank has too little memory.
 ROUNDS = 8
-# Maximum number of ranks for which strategies are simulated.
+# Maximum ranks for which strategies are simulated.
 FEW = 128
 
 
 class Varied:
-    """Cached prices of strategies for sample mini-batches, under the home of `costs`."""
+    """Cached times of strategies for sample mini-batches, under the home of `costs`."""
 
     def __init__(self, costs: Costs, batches: Sequence[Sequence[int]]) -> None:
         self.costs = costs
@@ -43,10 +43,9 @@ class Varied:
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
-        """Return the approximate time of every mini-batch.
+        """Return the approximate time of every mini-batch, infinite if it does not fit.
 
-        The time is infinite for mini-batches that do not fit, and for all mini-batches if the mean without traffic
-        reaches `below_s`.
+        If the mean without traffic reaches `below_s`, all times are infinite.
         """
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
@@ -74,7 +73,7 @@ class Varied:
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Choose owners, compute memory, and simulate every mini-batch with the iteration planner's assignment."""
+        """Choose owners, compute memory, and simulate every mini-batch as the iteration planner assigns it."""
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]

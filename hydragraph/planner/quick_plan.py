@@ -19,14 +19,14 @@ QUADRATIC_FROM = 4096
 OVERHEAD_TOKENS = 32
 # Maximum tokens of a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
-# Minimum tokens with which a micro-batch is assumed to use a device well.
+# Assumed minimum tokens for which a micro-batch uses a device well.
 USEFUL_TOKENS = 256
 # Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
-    """Return assumed costs, in units of a token's time in one layer; a sequence of `longest` tokens must fit."""
+    """Return assumed costs, in units of a token's time in one layer; a sequence of `longest` tokens always fits."""
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,
@@ -49,13 +49,12 @@ def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...
 
 
 def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence by rough costs; the result is deterministic."""
+    """Assign every non-empty sequence by rough costs, deterministically."""
     longest = max(lengths, default=0)
     return assign_pipelines(rough_costs(strategy, longest), lengths)
 
 
 def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence."""
     # All ranks must break ties in the same way.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]

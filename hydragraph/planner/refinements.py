@@ -1,9 +1,9 @@
 """Refinements of plans that the search found; the memory of each result is checked, and its time is simulated.
 
-memory budgets   the largest budgets that fit, for stages that recompute; later stages first
+memory budgets   stages that recompute save as many activations as fit, later stages first
 schedules        another schedule that the run can use, such as zb-h1
 interleaving     each device runs several stages, and owners of the state are chosen again
-sums in pieces   for stages that become faster
+sums in pieces   tensor-parallel sums overlap computation in stages that become faster
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hydragraph.spec.strategy import Strategy
 Needed = Callable[[Strategy, Assignment], Sequence[float]]  # `needs`
 
 BUDGETED = 2
-# Maximum number of groups of stages; each group gets one budget.
+# Maximum groups of stages; each group gets one budget.
 GROUPS = 4
-# Number of plans to interleave, and the least fraction of the time that interleaving is assumed to leave.
+# Number of plans to interleave, and the assumed minimum ratio of the times with and without interleaving.
 INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
 # Numbers of stages per device, tried in turn while the time decreases.
 VISITS = (2, 4)
-# Least fraction of the time that is left without full recomputation, which repeats the forward.
+# Minimum ratio of the times without and with full recomputation, which repeats the forward.
 LEAST = 3 / 4
 
 
@@ -45,7 +45,7 @@ def refined(
     until: float | None = None,
     in_pieces: bool = True,
 ) -> list[Settled]:
-    """Return refined plans that fit and are faster than the plans that they refine."""
+    """Return refined plans that fit and are faster than their originals."""
     if is_late(until):
         return []
     needed = cache(partial(needs, costs))
@@ -74,7 +74,7 @@ def refined(
 
 
 def as_run(costs: Costs, plan: Settled) -> Settled:
-    """Return a plan with the micro-batches that a run forms, if they fit; omit idle pipelines."""
+    """Return a plan with the micro-batches that a run forms, if they fit, and without idle pipelines."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
     except Unsupported:

@@ -15,7 +15,7 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return the known strategies that fit; if none fits, build one for `ranks` ranks that resembles the first.
+    """Return the known strategies that fit or, if none fits, one for `ranks` ranks that resembles the first.
 
     A pipeline gets at least as many devices as the smallest pipeline of the first strategy, unless fewer are left. The
     tensor-parallel degree is kept if possible, which avoids compilation.

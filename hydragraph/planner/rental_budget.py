@@ -1,4 +1,4 @@
-"""Nodes to rent within a budget for the fastest step."""
+"""Choice of nodes to rent within a budget, for the fastest step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-ROUNDING = 1e-9  # relative tolerance for rounding in sums of prices
+ROUNDING = 1e-9  # relative tolerance for sums of prices
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Co
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every combination of whole nodes that leaves too little money for another node."""
+    """Return the ranks of every combination of whole nodes that leaves no other node affordable."""
     prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
     for number, ranks in prices.nodes(costs.health.lost).items():

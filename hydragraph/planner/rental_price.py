@@ -50,11 +50,7 @@ class RentalPrices:
         return cls(cluster, per_hour)
 
     def check_budget(self, budget: float, lost: Collection[int] = ()) -> None:
-        """Check that a budget, in dollars per hour, pays for at least one node; `lost` ranks cost nothing.
-
-        Raises:
-            ValueError: the budget is not a number, or pays for no node.
-        """
+        """Raise a ValueError unless a budget, in dollars per hour, pays for a node; `lost` ranks are free."""
         if not 0 <= budget < math.inf:
             raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
         node_prices = [self.hour(ranks) for ranks in self.nodes(lost).values()]

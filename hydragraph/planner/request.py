@@ -1,4 +1,4 @@
-"""Requests between planning processes, without torch, numba or scipy."""
+"""Requests between planning processes; imports neither torch, numba nor scipy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlanRequest:
 
     Attributes:
         charges: each candidate's iteration time minus its slowest pipeline's time.
-        guessed: whether costs are rough; if so, MaxLen is raised for longer sequences.
+        guessed: whether costs are not measured; if so, MaxLen is raised for longer sequences.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]
@@ -60,7 +60,7 @@ class Answer:
 
 
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
-    """Choose a candidate; return an exception as part of the answer."""
+    """Choose a candidate; an exception is returned in the answer."""
     began = time.perf_counter()
     try:
         choice = request.choose(lengths)

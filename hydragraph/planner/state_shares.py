@@ -1,7 +1,7 @@
-"""Home of a plan: owners of the state by rank or by block, limited by memory, and balanced by speed and link.
+"""Home of a plan (owners of the state), chosen by rank or by block, within memory, and balanced by speed and link.
 
 Rank r needs s_r k_r seconds for its fraction s_r of the state; T is the largest of these times. The fractions are s_r =
-min(room_r, T / k_r) for the least T such that they add up to 1.
+min(room_r, T / k_r), with the least T for which they add up to 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
-    """Return fractions within `room` that add up to 1 and minimize the maximum of `seconds * fraction`.
+    """Return each rank's fraction: within `room`, adding up to 1, and minimizing the maximum of `seconds * fraction`.
 
     Args:
         seconds: seconds k of each rank for the whole state, above 0.
@@ -43,9 +43,9 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 
 
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
-    """Return fractions like `filled` for two copies, such that no node has more than half.
+    """Return fractions as in `filled` for two copies, such that no node owns more than one copy.
 
-    A node that would have more than half owns one copy, and other nodes share the second copy.
+    A node that would own more owns one copy, and the other nodes share the second copy.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -101,7 +101,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
-            shares = np.round(parts / parts.max(), PLACES)  # coarse steps would move the node away from half
+            shares = np.round(parts / parts.max(), PLACES)  # with coarse steps, the node would not own half
         else:
             shares = None if parts is None else _rounded(parts, free)
         if (
@@ -129,7 +129,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state that does not fit; with two copies, a node can own at most one copy."""
+    """Return the fraction of the state that does not fit; of two copies, a node can own only one."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -170,7 +170,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     """Return a home chosen by block (`cost.home_choice`).
 
     Args:
-        given: home whose copies and nodes are kept; if too few nodes are left, it is returned without its rule.
+        given: home whose copies and nodes are kept; with fewer nodes than copies, `given.without_rule` is returned.
         room: maximum elements per rank; None: no limit, and ranks own the blocks that they use.
     """
     nodes = _nodes(costs, given)

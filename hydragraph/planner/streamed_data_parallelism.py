@@ -3,7 +3,7 @@
 With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, a
 rank stores all weights and pushes gradients once per micro-batch.
 
-An iteration takes at least the time of the slowest rank's traffic. It also takes at least the time of its computation,
+An iteration takes at least the time of the slowest rank's traffic. It also takes at least the time of computation,
 1 / (sum_p 1 / W_p) if pipeline p alone takes W_p for the mini-batch. Strategies with the lowest bounds are simulated.
 """
 
@@ -34,7 +34,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     """Return simulated strategies that stream, and the shortages of those that do not fit.
 
     Args:
-        below_s: expected seconds from which strategies are skipped; infinite if no plan is known.
+        below_s: expected seconds at which a strategy is skipped; infinite if no plan is known.
         until: deadline, ignored while no plan is known.
     """
     varied = Varied(costs, workload.batches)
@@ -78,7 +78,7 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the strategy with the least memory (highest degree, all streamed) fits in `times` the memory."""
+    """Return whether the strategy with the least memory (highest degree, all streamed) fits into `times` the memory."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
@@ -87,7 +87,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
 
 
 def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
-    """Yield each kind of stage that all devices support, and groups of its degree within nodes."""
+    """Yield each kind of stage that all devices support, and the groups of its degree within nodes."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))

@@ -1,7 +1,7 @@
 """Pipelines with streaming stages, used if no other plan fits.
 
-Ranks own the state of the layers that they compute, as far as memory allows, so most pulls and pushes stay on the rank.
-A pipeline consists of groups of equal tensor-parallel degree from all nodes, with layers in proportion to the groups'
+If memory allows, ranks own the state of the layers that they compute, so most pulls and pushes stay on the rank. A
+pipeline consists of groups of equal tensor-parallel degree from all nodes, with layers in proportion to the groups'
 memory.
 """
 

@@ -1,14 +1,14 @@
 """Lower bound on an iteration's time from the traffic of network cards, for any owners of the state.
 
-Tensor-parallel groups must be in one node. Let stages on node n pull w_n bytes of a block's weights and push g_n bytes
-of its gradients, summed over pipelines; W and G are the sums over nodes. Let n own a fraction f_n of the block's state.
-Then
+Tensor-parallel groups must be in one node. For one block, let stages on node n pull w_n bytes of weights and push g_n
+bytes of gradients, summed over pipelines; W and G are the sums over nodes. Let n own a fraction f_n of the block's
+state. Then
 
     n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
 A node's cards limit the node's sums over blocks, and all cards together limit the total. The bound uses the f with the
-least traffic for each block. For one node, f_n is 0 or 1. For all nodes together, the node that uses most of the block
+least traffic for each block: for one node's limit, f_n is 0 or 1; for the total, the node that uses most of the block
 owns it.
 """
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
-    """Return the bytes of every block's weights and gradients; shared parameters count at their first block."""
+    """Return the bytes of every block's weights and gradients; shared parameters count in their first block."""
     first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
     weights = np.zeros(len(costs.outline.blocks))
     gradients = np.zeros(len(costs.outline.blocks))
@@ -37,7 +37,7 @@ def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
 
 
 class Cards:
-    """Network cards of nodes, and the bytes of blocks."""
+    """Bound from nodes' network cards and blocks' bytes."""
 
     def __init__(self, costs: Costs) -> None:
         self._span = costs.outline.span

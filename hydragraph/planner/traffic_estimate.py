@@ -32,11 +32,10 @@ from hydragraph.spec.strategy import Strategy
 
 
 class Iterations:
-    """Approximate seconds of a strategy's iterations.
+    """Approximate seconds of iterations under a strategy without shared stages.
 
     Args:
         costs: costs with the plan's home.
-        strategy: strategy without shared stages.
     """
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
@@ -113,7 +112,7 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return when each block's last backward ends, if weights arrive at the times `there`."""
+        """Return when each block's last backward ends, if each bucket's weights arrive at the time in `there`."""
         stages = [stage.under(schedule) for stage in self._stages]
         rows = stage_rows(stages, batches)
         now = 0.0

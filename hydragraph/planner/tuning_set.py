@@ -1,4 +1,4 @@
-"""Sample mini-batches for quickly pricing many strategies."""
+"""Sample mini-batches that quickly predict the times of many strategies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Maximum number of sequences times devices; larger sets are cut to their first mini-batches.
+# Maximum number of sequences times devices; of larger sets, only the first mini-batches are used.
 WORK = 3_000_000
 
 

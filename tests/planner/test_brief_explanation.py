@@ -22,7 +22,7 @@ def test_a_plan_for_devices_that_differ_says_why_the_usual_ones_lose() -> None:
         "plain tensor parallelism",
         "fastest alternative with identical pipelines",
     ]
-    causes = ("is the plan", "takes the same time", "(mostly ", "(memory)")
+    causes = ("is the plan", "takes the same time", "(mostly ", "more memory")
     assert all(any(cause in line for cause in causes) for line in lines[2:])
     assert any("longer (mostly " in line for line in lines[2:])
 
@@ -36,7 +36,7 @@ def test_what_does_not_fit_loses_by_its_memory() -> None:
     found = hg.plan(pooled, work)
     tiny = tuple(replace(device, memory_bytes=max(found.memory) // 2) for device in costs.cluster.devices)
     lines = brief_explanation(costs.changed(cluster=replace(costs.cluster, devices=tiny)), work, found)
-    assert any("does not fit: rank" in line and line.endswith("(memory)") for line in lines)
+    assert any("does not fit: rank" in line and line.endswith("more memory") for line in lines)
 
 
 def test_devices_are_counted_by_type() -> None:

@@ -189,7 +189,7 @@ def test_a_plan_explains_itself() -> None:
             lambda: priced.costs(4, priced.mixed(), hg.Health({2: math.inf, 3: math.inf})).changed(
                 home=hg.Home(copies=2)
             ),
-            "2 copies of the state need different nodes, but only node 0 runs",
+            "2 copies of the state need different nodes, but only node 0 is running",
         ),
     ],
 )

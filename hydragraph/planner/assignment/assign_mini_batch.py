@@ -1,11 +1,11 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Each round first assigns sequences to pipelines, assuming that every pipeline divides them into equal micro-batches
-(`local_search.finish`, FORMED). It then packs each pipeline's sequences into micro-batches. The next round corrects
-each pipeline's assumed end time by the error found in packing.
+Each round first assigns sequences to pipelines, assuming that every pipeline divides them into the best number of equal
+micro-batches (`local_search.finish`, FORMED). It then packs each pipeline's sequences into micro-batches. The next
+round corrects each pipeline's assumed end time by the error found in packing.
 
 The rounds assume that all PP stages are as slow as the slowest, and that filling and draining a pipeline takes (PP - 1)
-times as long as the pipeline's largest micro-batch. The best result is then improved under the actual schedule
+times as long as the pipeline's largest micro-batch. The best result is improved under the actual schedule
 (`schedule_search`).
 
 Where Hydraulis's equations are implemented:

@@ -22,7 +22,7 @@ from hydragraph.planner.assignment.equal_sequences import equally_long
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of comparing one candidate strategy.
+    """Result of one candidate strategy.
 
     Attributes:
         seconds: expected seconds, including `charge`; infinite if no assignment was computed.

@@ -50,7 +50,7 @@ FORBIDDING = 1e6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Solution of the linear relaxation.
+    """Solution of the relaxation.
 
     Attributes:
         seconds: lower bound on the time of any assignment.
@@ -206,7 +206,7 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
-    # The capacity by time z is the sum over kinds of price * count * max(0, z - fill).
+    # Capacity by time z: the sum over kinds of price * count * max(0, z - fill).
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)

@@ -53,9 +53,9 @@ FORMED = 1.0
 SINGLE = 2.0
 
 NEAR = 16
-# Fraction of the last pipeline's end time that a step must save; otherwise, rounding could keep the search running.
+# Minimum relative gain of a step; without a minimum, rounding could keep the search running.
 LEAST_GAIN = 1e-12
-# The same fraction for more than MANY sequences, which slow down each step.
+# The same for more than MANY sequences, which slow down each step.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 

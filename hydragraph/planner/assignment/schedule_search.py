@@ -38,7 +38,7 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Fractions of the last pipeline's end time that a step must save, tried in turn.
+# Minimum relative gains of a step, tried in turn.
 GAINS = (3e-3, LEAST_GAIN)
 # Maximum number of forwards and backwards that a search simulates.
 TASKS = 500_000
@@ -196,7 +196,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
 @compiled
 def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
-    """Write pipeline p's order without sequence i to the first trial order; return the number of micro-batches."""
+    """Write pipeline p's order without sequence i to the first trial order; return its micro-batch count."""
     order = plan.trial[0]
     m = plan.batch[i]
     count = 0

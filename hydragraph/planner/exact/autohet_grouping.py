@@ -1,8 +1,8 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
-Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
-with one entity per stage. A group of P stages runs K = M / D of the M micro-batches, and is idle for the fraction rho =
-(P - 1) / (K + P - 1) of the time. The program is
+Entities (devices, or tensor-parallel groups of one degree) have power g_i and memory m_i. They form D groups, each a
+pipeline with one entity per stage. A group of P stages runs K = M / D of the M micro-batches, and is idle for the
+fraction rho = (P - 1) / (K + P - 1) of the time. The program is
 
     maximize  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
@@ -99,7 +99,7 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(
     kinds: Sequence[EntityKind], micro_batches: int, least_memory: float, until: float | None = None
 ) -> Grouping:
-    """Return the grouping with the most effective computing power found by the deadline, for small problems.
+    """Return the most powerful grouping found by the deadline, for small problems.
 
     One integer program is solved for each number of groups. With z = min_j G_j, the products w_ij = z x_ij are
     linearized by sum_j w_ij = z.

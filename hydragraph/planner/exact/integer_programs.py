@@ -36,9 +36,9 @@ def _cvxpy() -> Any:
 
 
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
-    """Solve Eq. 3 for m[i, j] in {0, 1}: minimize max_j (sum_i m[i, j] cost[i, j] + b_j).
+    """Solve Eq. 3: minimize max_j (sum_i m[i, j] cost[i, j] + b_j).
 
-    m[i, j] is 1 if sequence i is on pipeline j, and b_j is the bubble of pipeline j's longest sequence.
+    m[i, j] is 1 if sequence i is on pipeline j, else 0; b_j is the bubble due to pipeline j's longest sequence.
     """
     cp = _cvxpy()
     n = len(problem.lengths)

@@ -25,7 +25,7 @@ class Packing:
 
     Attributes:
         seconds: value of the objective.
-        scheduled_s: seconds under the pipeline's schedule.
+        scheduled_s: the pipeline's end time under its schedule.
         bound: lower bound on the objective.
     """
 
@@ -53,9 +53,9 @@ def pack(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        devices: number of devices that share the state; default: the pipeline's devices.
-        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "schedule" reorders the micro-batches of
-            both results, and returns the result that ends first under the pipeline's schedule.
+        devices: number of devices that share the state; default: the pipeline's.
+        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "schedule" tries both, reorders the
+            micro-batches, and returns the result that ends first under the pipeline's schedule.
         method: "exact" solves Eq. 1 through cvxpy (slow).
 
     Raises:

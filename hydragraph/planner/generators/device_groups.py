@@ -1,8 +1,8 @@
 """Tensor-parallel groups inside nodes: groups of one degree for equal devices, small groups for stragglers.
 
-A group of k devices takes y = rho_k max x_g seconds if k healthy devices take rho_k seconds, and the group's devices
-have rates x_g (Malleus). For given group sizes, it is optimal to cut a node's devices, sorted from slow to fast, into
-consecutive groups of non-decreasing sizes (theorem 1). Splits with the largest sum of 1 / y come first (theorem 2).
+If k healthy devices take rho_k seconds, a group of k devices with rates (slowdowns) x_g takes y = rho_k max x_g seconds
+(Malleus). For given group sizes, it is optimal to cut a node's devices, sorted from slow to fast, into consecutive
+groups of non-decreasing sizes (theorem 1). Splits with the largest sum of 1 / y are tried first (theorem 2).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Group:
 
     @property
     def form(self) -> GroupForm:
-        """Key of the group; groups of one form are interchangeable."""
+        """Key of the group: groups with the same form are interchangeable."""
         return GroupForm(self.site, self.tp, self.rate)
 
 
@@ -87,7 +87,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return group sizes for one degree; leftover devices form smaller groups, which come first."""
+    """Return group sizes for one degree; leftover devices form smaller groups, listed first."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
@@ -144,7 +144,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # Fewer groups give fewer stages and pipelines, so take the fewest groups with at least 0.9 of the best power.
+    # Fewer groups mean fewer stages and pipelines, so use the fewest with at least 0.9 of the best power.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)

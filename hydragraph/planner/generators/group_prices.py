@@ -21,7 +21,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import Stage
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-# Usable fraction of a device's memory, because estimates may be slightly low.
+# Usable fraction of a device's memory; estimates may be slightly low.
 SAFETY = 0.99
 
 
@@ -40,7 +40,7 @@ class DeviceSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """One way for a group to run its layers.
+    """Price of one kind of stage on a group.
 
     Attributes:
         aux_s: seconds per micro-batch for a stage's auxiliary values.
@@ -65,7 +65,7 @@ class Option:
 
 
 class Prices:
-    """Prices for micro-batches of given lengths.
+    """Prices of layers for micro-batches of given lengths.
 
     Args:
         lengths: tokens of each sequence in a micro-batch.
@@ -81,13 +81,13 @@ class Prices:
         self.numbers = cache(self._rows)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return two factors by which messages enlarge weights and gradients: at peak activations, and at the end.
+        """Return the factors by which messages enlarge weights and gradients: at peak activations, and at the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
 
         Args:
-            ahead: fraction of all layers in earlier stages.
+            ahead: fraction of all layers that is in earlier stages.
             behind: fraction in later stages.
         """
         if self.costs.ranks == 1:
@@ -98,7 +98,7 @@ class Prices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held` for equal stages, by micro-batches in flight and by whether a stage precedes [layers + 1, 2, 2]."""
+        """`held` for equal stages, by number of micro-batches in flight and for first or later stages [L + 1, 2, 2]."""
         rows = []
         for flying in range(1, self.layers + 1):
             behind = 1 - 1 / flying
@@ -189,14 +189,14 @@ def site_of(costs: Costs, rank: int) -> DeviceSite:
 
 
 def state_bytes(costs: Costs) -> float:
-    """Return the state's bytes between steps."""
+    """Return all state's bytes between steps."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
 def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
-    """Return each running rank's bytes besides a mini-batch and a state share proportional to its memory.
+    """Return the bytes left on each running rank besides a mini-batch and its share of the state.
 
     Args:
         safety: usable fraction of memory.

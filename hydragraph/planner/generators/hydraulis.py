@@ -1,7 +1,7 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
-The paper computes t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the
-least number of devices that process these sequences within a time t:
+The paper computes t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). This module computes
+F(l), the least number of devices that process these sequences within a time t:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
@@ -13,11 +13,11 @@ where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisec
     S_k(l', l)  seconds of sequences in (l', l] on one pipeline: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
-Equations of Hydraulis -> functions:
+Where Hydraulis's equations are implemented:
 
     Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
     the strategy S[n][l] for every l             `proposals`
-    rounding to the neighboring integers         `roundings`
+    rounding to neighboring integers             `roundings`
     the order of the candidates (ours)           `expected_seconds`
 """
 
@@ -40,7 +40,7 @@ from hydragraph.planner.assignment.local_search import Floats, Ints
 # Tokens per level, and steps per whole pipeline, as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
-# Lowest level up to which strategies are proposed.
+# Lowest maximum length, in levels, for which strategies are proposed.
 SHORTEST = 8
 # Factor between successive times t; smaller t yield strategies for shorter sequences.
 SWEEP = 1.03
@@ -48,12 +48,12 @@ SWEEP = 1.03
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Work of the data by length and scheme.
+    """Work of the data, by length and scheme (tp, pp).
 
     Attributes:
         schemes: schemes that fit some sequence [K].
         devices: number of devices of each scheme [K].
-        levels: highest level that fits each scheme [K].
+        levels: highest level (length) that fits each scheme [K].
         work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """
 
@@ -65,7 +65,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a proposal: pipelines (a multiple of 0.1) for sequences with lengths in (above, upto]."""
+    """Part of a proposal: pipelines (a multiple of 0.1) of one scheme, for sequences with lengths in (above, upto]."""
 
     scheme: Scheme
     pipelines: float
@@ -110,7 +110,7 @@ def propose(
 
 
 def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
-    """Return the work by level; empty sequences are skipped."""
+    """Return the work by level, without empty sequences."""
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
     if not len(tokens) or devices < 1 or context < 1:
@@ -145,7 +145,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Write, for each l, F(l) in units of 1 / `steps` of a device, and the last interval's scheme and l'."""
+    """Write F(l) for each l, in units of 1 / `steps` of a device, and the last interval's scheme and l'."""
     last = work.shape[1] - 1
     units[0] = 0
     for upto in range(1, last + 1):
@@ -227,7 +227,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return roundings of the numbers of pipelines that fit the longest length and leave no devices to round up."""
+    """Return integer roundings that fit the longest length and leave too few devices to round another number up."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines

@@ -1,4 +1,4 @@
-"""Candidates for equal sequences: degrees, groups, numbers of pipelines and micro-batch sizes."""
+"""Search for equal sequences, over degrees, groups, numbers of pipelines and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hydragraph.planner.price_candidate import SearchCandidate
 # Maximum numbers of partitions to improve by exchanges, and to keep.
 IMPROVED = 6
 KEPT = 12
-# Partitions are kept if they take at most this multiple of the best partition's time.
+# Partitions into pipelines are kept if they take at most this multiple of the best time.
 WITHIN = 1.25
-# Groups slower than the healthiest by this factor may be left idle.
+# Groups slower than the healthiest by this factor may stay idle.
 SLOW = 1.5
-# Groups on the weakest kinds of devices may be left idle, up to this fraction of all power.
+# Groups of the weakest kinds of devices may stay idle, up to this fraction of all power.
 WEAK = 0.3
 # Largest number of sequences per micro-batch to try.
 LARGEST = 16
@@ -37,7 +37,7 @@ class Way:
     Attributes:
         split: nodes with stragglers get groups of different sizes.
         symmetric: all types of devices have the same degree.
-        published: SCIP forms the pipelines by AutoHet's equation 3, and exchanges do not improve them.
+        published: SCIP forms the pipelines by AutoHet's equation 3, without later exchanges of groups.
     """
 
     name: str
@@ -224,7 +224,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return numbers of sequences per micro-batch to try, and the number above which only gains continue the search."""
+    """Return the micro-batch sizes to try, in sequences, and the size above which the search stops if not faster."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

@@ -4,10 +4,10 @@ The search gives every rank a fixed share of the state. But the first stages hav
 fewer stages recompute if the first stages own less state. For bounds t_s on the stages' times, a dynamic program over
 stages and layers maximizes the total room. A stage's room is the fraction of the state that its ranks can own:
 
-    room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
+    room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1
 
 The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` its
-gradient bytes, and `beside` and `at_end` are bytes of an owner's messages.
+gradient bytes, and `beside` and `at_end` are the bytes of an owner's messages.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Required rooms to try, as fractions of the state.
+# Required total rooms to try, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on the stages' times: at most WORTH is a worthwhile gain, and QUICKEST and SLOWEST are the limits.
+# Factors on the slowest stage's time: the largest that is worthwhile, and the limits of the search.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
@@ -71,7 +71,7 @@ class Pool(NamedTuple):
     """Quantities common to all stages.
 
     Attributes:
-        state: bytes of the state.
+        state: bytes of all state.
         whole: bytes of a layer's weights and gradients, in all pipelines.
         ends: bytes of the first and last block, in all pipelines.
         pulled: fraction of `whole` and `ends` that are weights.
@@ -93,7 +93,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield variants of the candidate with layers distributed to be faster or to fit."""
+    """Yield variants of the candidate, with layers redistributed to be faster or to fit."""
     if costs.ranks == 1:
         return
     bench = candidate.bench

@@ -1,7 +1,7 @@
 """Metis's search with `Costs`: stages over all devices, with different data-parallel degrees.
 
-Metis's cost model only ranks plans; `Costs` prices the resulting pipelines. Unlike in Metis, a replica's ranks must be
-in one node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
+Metis's cost model only ranks plans; `Costs` predicts their times. Unlike in Metis, a replica's ranks must be in one
+node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
 recomputation.
 
 There are as many pipelines as the largest dp of a stage, dp_max. Each replica of a stage serves dp_max / dp pipelines.
@@ -36,9 +36,9 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of types, because all orders of types are tried.
+# Maximum device types; all their orders are tried.
 _MOST_TYPES = 5
-# Bytes of messages in flight, as a fraction of weights and gradients, and the usable fraction of memory.
+# Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
 # Assumed seconds to simulate a micro-batch on a stage.
@@ -49,7 +49,7 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan of Metis's search, as pipelines.
+    """A plan of Metis's search, converted to pipelines.
 
     Attributes:
         seconds: end time of the last pipeline; includes pull and push only if pipelines share stages.
@@ -122,7 +122,7 @@ class TypedDevices:
             raise Unsupported(
                 "all devices are lost", where="plan", remedy="give at least one rank a finite health rate"
             )
-        # In another order, some groups of 1, 2, 4, ... ranks might span two nodes.
+        # This order keeps groups of 1, 2, 4, ... ranks from spanning two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, MetisDeviceType] = {}
@@ -271,8 +271,7 @@ def laid_out(
 ) -> Staged | None:
     """Convert a search result to pipelines with assigned sequences and a time.
 
-    Returns:
-        The plan, or None if stages cannot be shared or the simulation would end after the deadline.
+    The result is None if stages cannot be shared or the simulation would exceed the deadline.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     try:

@@ -1,15 +1,15 @@
 """Distribution of layers over the stages of one pipeline.
 
-For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block. It fits at most cap_j
-layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
+For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block. Its memory fits at most
+cap_j layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
 
 (AutoHet's cost; Malleus's layer ILP minimizes the second term). Each stage also chooses an option, such as
 recomputation.
 
-Within a stage time T, stage j fits room_j(T) = max over options of min(cap, (T - f) / y) layers. The least T is found
-layer by layer. A few larger T are also tried, because sum_j t_j may then be smaller.
+Within a stage time T, stage j can run room_j(T) = max over options of min(cap, (T - f) / y) layers. The least T is
+found by adding layers one by one. A few larger T are also tried, because sum_j t_j may then be smaller.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
         count: number of micro-batches, at least 1.
         layer: seconds per layer, by stage and option [S, O].
         extra: seconds of other blocks [S, O].
-        cap: maximum number of layers [S, O]; 0 if unusable.
+        cap: maximum number of layers [S, O]; 0 excludes an option.
 
     Returns:
         Sum and maximum of the stages' seconds (infinite if the layers do not fit), layers [S], and options [S].

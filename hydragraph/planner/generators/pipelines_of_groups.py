@@ -1,8 +1,8 @@
 """Assembly of tensor-parallel groups into pipelines: balanced partitions, improved by exchanges of groups.
 
-A pipeline is a multiset of forms (kinds of equal groups), laid out by `Bench.lay`. The slowest group comes first
-(Malleus, theorem 3; AutoHet), since the first stage stores the most micro-batches. The order from most to least memory
-is also tried.
+A pipeline is a multiset of forms (kinds of equal groups); `Bench.lay` orders the groups and divides the layers. The
+slowest group is the first stage (Malleus, theorem 3; AutoHet), which stores the most micro-batches. The order from most
+to least memory is also tried.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_la
 from hydragraph.spec.stage_kind import StageKind
 
 Multiset = tuple[int, ...]  # indices of forms, ascending
-# Every number of pipelines up to this is tried.
+# Every number of pipelines up to this one is tried.
 EVERY = 16
-# Maximum number of partitions priced per improvement.
+# Maximum partitions to price per improvement.
 EXCHANGES = 1500
 
 
@@ -39,7 +39,7 @@ class Laid:
         first_s: seconds of the first micro-batch, including `exposed_s`.
         exposed_s: seconds of pull and push that computation does not hide.
         each_s: seconds of every further micro-batch.
-        traffic_s: seconds of the slowest rank's pull and push, without other traffic.
+        traffic_s: seconds of the slowest rank's pull and push without concurrent traffic.
         stages_s: seconds of each stage for a micro-batch [stages].
         passing_s: seconds of each layer's pull and push [layers].
     """
@@ -75,7 +75,7 @@ class Bench:
     """Pricing of pipelines that consist of groups.
 
     Args:
-        memory: bytes that a rank of each form has left after its share of the state.
+        memory: bytes left on a rank of each form besides its share of the state.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Bench:
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
-        """Lay out a multiset as a pipeline for about `count` micro-batches."""
+        """Arrange a multiset of groups as a pipeline for about `count` micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
@@ -158,7 +158,7 @@ class Bench:
         """Return the iteration time in seconds.
 
         Args:
-            worth: a result of at least this may be only a lower bound.
+            worth: results that reach this time may be only lower bounds.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
@@ -186,9 +186,9 @@ class Bench:
         return [awaited(layout.stages_s, np.array(layout.layers), layout.passing_s, slowest) for layout in laid]
 
     def balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Return a partition of groups (form -> count) into `number` pipelines.
+        """Return a partition of groups (counts by form) into `number` pipelines.
 
-        Each group, the fastest first, goes to the slowest pipeline so far.
+        Each group, from fast to slow, joins the pipeline that is slowest so far.
         """
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
         turns, more = divmod(groups[first], number)

@@ -23,10 +23,10 @@ NUMBERS = (
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
 )
 _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Columns of a form: slowdown; bytes left after a rank's share of the state; seconds of pull and push per byte of
+# Columns of a form: slowdown; a rank's bytes besides its share of the state; seconds of pull and push per byte of
 # weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# The forward's fraction of a micro-batch's time, and the weights' fraction of traffic (16 bits; gradients have 32).
+# The forward's fraction of a micro-batch's time, and the fraction of traffic that is weights (16 bits; gradients: 32).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
@@ -123,7 +123,7 @@ def timed(
 
 @compiled
 def exposed(seconds: Floats, passing: Floats) -> float:
-    """Return the exposed time of pull and push.
+    """Return the time of pull and push that computation does not hide.
 
     Stage s pulls while stages 0 to s compute the first forward, and pushes during these stages' last backward.
 
@@ -145,9 +145,8 @@ def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> 
 
     Args:
         seconds: seconds of each stage for a micro-batch [S].
-        taken: number of layers of each stage [S].
-        of_layer: seconds of each layer's pull and push in this pipeline [L].
-        slowest: the same in the slowest pipeline [L].
+        taken: layers of each stage [S].
+        of_layer, slowest: seconds of each layer's pull and push, here and in the slowest pipeline [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

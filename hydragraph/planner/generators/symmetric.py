@@ -1,4 +1,4 @@
-"""Simple plans: pipelines of one depth and degree in node order, with layers divided equally or by speed.
+"""Simple plans: pipelines with equal numbers of stages and equal degrees, and layers divided equally or by speed.
 
 Megatron-LM (equal layers and batches) and Whale (batches by speed) make such plans.
 """
@@ -26,7 +26,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
-# Maximum number of plans of each category.
+# Maximum plans of each category.
 KEPT = 4
 
 
@@ -155,7 +155,7 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
 def _priced(
     prices: Prices, groups: _Groups, degree: int, micro_batches: int
 ) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
-    """Yield (depth, whether ranks are ordered by stage, whether layers are divided by speed), and the layout."""
+    """Yield (stages, whether ranks are ordered by stage, whether layers are divided by speed), and the layout."""
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
     kinds, numbers = _options(prices, groups, degree)

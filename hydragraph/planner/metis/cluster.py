@@ -35,10 +35,10 @@ class MetisDeviceType:
 
 @dataclass(frozen=True)
 class MetisCluster:
-    """Nodes of typed devices.
+    """Nodes, each with devices of one type.
 
     Attributes:
-        nodes: type and number of devices of each node, in order.
+        nodes: type and number of devices of each node.
     """
 
     types: Mapping[str, MetisDeviceType]
@@ -98,6 +98,5 @@ class MetisCluster:
         return MetisCluster(types, tuple((kind, devices) for (_, kind), devices in nodes.items()))
 
 
-# Public names.
 Cluster = MetisCluster
 DeviceType = MetisDeviceType

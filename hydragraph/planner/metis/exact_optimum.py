@@ -1,4 +1,4 @@
-"""Plan of least cost by Metis's model: dynamic programming over labels, with bounds.
+"""Plan with the least cost in Metis's model, found by dynamic programming over labels, with bounds.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
 layers). An *option* is a stage's first rank, number of ranks and degrees; an option with layers is a step of the path.
@@ -6,17 +6,17 @@ The cost is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-where t, o and g are the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` has the other
-terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label P dominates Q
-if
+where t, o and g are the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` explains the
+other terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label P
+dominates Q if
 
     P.sum + (B - 1) (P.t - Q.t)^+ + (P.o - Q.o)^+ + (P.g - Q.g)^+ <= Q.sum
 
-Every completion of a label has at least the t, o and g in `least`; labels are raised to these minima, so that more of
-them are dominated.
+Every completion of a label has at least the t, o and g in `least`. Labels are raised to these minima, so that more
+labels are dominated.
 
-`sums[k]` is the least sum of stages with t <= caps[k]. So a completion whose slowest stage is between caps[k - 1] and
-caps[k] costs at least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
+`sums[k]` is the least sum of stages with t <= caps[k]. So if a completion's slowest stage is between caps[k - 1] and
+caps[k], it costs at least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Options(NamedTuple):
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
         sync: B times a last stage's milliseconds outside layers [O].
-        ahead: bandwidth of each rank's type, an upper bound for stages that begin there; infinite after the last rank
-            [N + 1].
+        ahead: bandwidth of each rank's type, an upper bound for stages that begin there; infinite at the end [N + 1].
     """
 
     begin: Ints
@@ -163,7 +162,7 @@ def add_option(
 
     Args:
         shared: rows of `held` by type, degree and size; -1: none.
-        used: number of options, and of rows of `upto` and `held`.
+        used: numbers of options and of rows of `upto` and `held` so far.
     """
     count, begun, held_row = used
     replicas = group >> d
@@ -238,7 +237,7 @@ def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: i
 def replica_rows(
     tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
 ) -> int:
-    """Write the rows of a mixed stage's replicas; return the next row, -1 if a replica was not measured."""
+    """Write the rows of `upto` for a mixed stage's replicas; return the next row, -1 if one was not measured."""
     shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
     width = group // dp
     for i in range(dp):
@@ -264,7 +263,7 @@ def replica_rows(
 
 @compiled
 def took(o: Options, option: int, first: int, end: int) -> float:
-    """Return a micro-batch's time in layers first to end - 1, in milliseconds."""
+    """Return a micro-batch's milliseconds in layers first to end - 1."""
     slowest_ms = 0.0
     for row in range(o.first_row[option], o.first_row[option + 1]):
         slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
@@ -292,21 +291,21 @@ def updating(tables: Tables, o: Options, option: int, count: int) -> float:
 
 @compiled
 def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> float:
-    """Return the time to transfer the gradients of layers first to end - 1, in milliseconds."""
+    """Return the milliseconds to transfer the gradients of layers first to end - 1."""
     dp = o.dp[option]
     ms_per_byte = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
     return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
 
 
 def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
-    """Return lower bounds on completions after n ranks and l layers.
+    """Return lower bounds on the cost of completing a plan after n ranks and l layers.
 
     Args:
         caps: caps on a stage's time in milliseconds, ascending [K].
 
     Returns:
         sums: least sum of stages no slower than each cap [N + 1, L + 1, K].
-        least: least maximum t, o and g [N + 1, L + 1, 3].
+        least: least maxima of t, o and g [N + 1, L + 1, 3].
         option, end: first stage of the completion that attains `sums` [N + 1, L + 1, K].
     """
     shape = (o.begin.size, tables.share.size + 1)
@@ -370,7 +369,7 @@ def best_labels(
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # A label: sum, t, o, g, and the pending transfer's count of numbers and sender's bandwidth.
+    # A label: sum, t, o, g, and the pending transfer's size (in numbers) and sender's bandwidth.
     value = np.zeros((room, 6))
     # A label's origin: previous label, option, end of its layers, next label at the same ranks and layers, and number
     # of stages (at most `fewest`).
@@ -466,7 +465,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return the maximum additional cost of `one` over `other` through t, o and g, for any following stages."""
+    """Return how much more `one` may cost than `other` because of t, o and g, whatever stages follow."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
@@ -478,7 +477,7 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, the existing label counts with the slowest transfer (`slow`), and the new label with
+    If pending transfers differ, the existing label is assumed to have the slowest transfer (`slow`), and the new label
     the fastest (`soonest`).
     """
     label = head

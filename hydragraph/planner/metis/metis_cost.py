@@ -4,8 +4,8 @@
     B    number of micro-batches
     mbs  samples per micro-batch and replica, batch // dp // B
 
-A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
-over replicas by the replicas' speed for one sample, and 5 samples take the time of 4 plus the time of 1. The cost is
+A stage of one device type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B
+samples over replicas by their speed for one sample; 5 samples take the time of 4 plus the time of 1. The cost is
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
           + B max of sync over the last stage's types         time outside layers
@@ -34,7 +34,7 @@ PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generato
 def parts(plan: StagePlan) -> dict[str, float]:
     """Return each part of a plan's cost in milliseconds.
 
-    Faulty plans (`StagePlan.faults`) are priced as in Metis.
+    Plans that cannot train (`StagePlan.faults`) are priced as in Metis.
 
     Raises:
         ValueError: the profile has no measurement for a stage.
@@ -62,11 +62,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
 
 
 def cost(plan: StagePlan) -> float:
-    """Return a plan's iteration time in milliseconds.
-
-    Raises:
-        ValueError: see `parts`.
-    """
+    """Return a plan's iteration time in milliseconds; raise errors like `parts`."""
     total = 0.0
     for part in parts(plan).values():
         total += part
@@ -77,7 +73,7 @@ def cost(plan: StagePlan) -> float:
 def price(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints, batches: int, count: int
 ) -> Floats:
-    """Return the parts [6] of a cost, infinite if not measured.
+    """Return the parts [6] of a plan's cost, infinite if not measured.
 
     Args:
         kinds: type of each rank [N].
@@ -85,7 +81,7 @@ def price(
         dp: replicas of each stage [S].
         tp: ranks per replica [S].
         bounds: first layer of each stage, and the end [S + 1].
-        count: number of stages to price; Metis sometimes prices only the first.
+        count: number of stages to price; Metis sometimes prices only the first stage.
     """
     layers = tables.share.size
     parts_ms = np.zeros(6)
@@ -128,7 +124,7 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether all ranks of a group have one type; the ranks of a type are consecutive."""
+    """Return whether all ranks of a group have one type; ranks are sorted by type."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 
@@ -202,7 +198,7 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return a replica's time in milliseconds, summed over the binary digits of its number of samples."""
+    """Return a replica's milliseconds, summed over the powers of two that make up its number of samples."""
     total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:

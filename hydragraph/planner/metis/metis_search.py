@@ -52,9 +52,9 @@ def search(
 
     Args:
         profile: measurements, stretched to `layers` (`MetisProfile.stretched`).
-        order: "naive" is Metis's search, "memory" the improved paper's, "exact" finds the proven least cost.
-        max_tp: maximum degree; default: the profile's largest (for "exact" at most 4, since Metis extrapolated larger
-            degrees).
+        order: "naive" is Metis's search; "memory" is the improved paper's; "exact" finds a provably cheapest plan.
+        max_tp: maximum degree; default: the profile's largest, but at most 4 for "exact", because Metis extrapolated
+            larger degrees.
         mixed_tp: allow replicas of several types, which Metis prices like their first type; default: False for "exact",
             else True.
         groups: only for "exact". "all" (default) allows stages of any power of two of ranks; "metis" requires at least
@@ -86,8 +86,8 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # With S stages, each stage must have at least ranks // S ranks. So search once for each minimum stage size, and
-        # only among plans with enough stages for that minimum.
+        # With S stages, each stage must have at least ranks // S ranks. So search once for each minimum size, with
+        # enough stages for it.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
@@ -125,7 +125,7 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
-    """Yield orders of types with divisions of ranks, and whether Metis visits these divisions twice."""
+    """Yield orders of types, divisions of ranks, and whether Metis visits these divisions twice."""
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):
         twice = number > 0
@@ -158,5 +158,4 @@ def _nothing(problem: MetisProblem, metis_groups: bool) -> str:
     )
 
 
-# Public names.
 Found = FoundPlan

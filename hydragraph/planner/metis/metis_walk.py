@@ -1,15 +1,14 @@
 """Metis's search and its memory-aware variant.
 
-For each order of types, division of ranks into stages and number of micro-batches, every stage begins with data
-parallelism only. Layers are divided over stages by speed, with at most three corrections for memory. A *step*
-is a change of degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY differ in the stage that
-changes first:
+For each order of types, division of ranks into stages and number of micro-batches, a walk begins with tp 1 in every
+stage. Layers are divided over stages by speed, with at most three corrections for memory. A *step* is a change of
+degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY differ in the stage that changes first:
 
-    NAIVE   the stage with least memory left in the last division that fitted; if none fitted, the stage with largest dp
+    NAIVE   the stage with least memory left when layers last fitted; if they never fitted, the stage with largest dp
     MEMORY  the stage most short of memory at the first attempt; if all fitted, the stage with the least memory left
 
-A walk ends when a plan fits at the first attempt, or no stage can change. As in Table 1, only steps that led to a
-plan are counted.
+A walk ends when a plan fits at the first attempt, or no stage can change. As in Table 1 of the improved paper, only
+steps that led to a plan are counted.
 
     capacity[s]  [S]    fraction of the total speed
     split[q]     [7 L]  layers in seven equal pieces
@@ -47,9 +46,9 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        cost: lowest full price of a plan that can train; infinite if there is none.
+        cost: lowest cost of a plan that can train; infinite if there is none.
         batches: number of micro-batches of this plan.
-        claimed: lowest price by Metis's program.
+        claimed: lowest cost that Metis's program reports.
     """
 
     steps: int
@@ -78,7 +77,7 @@ def walk(
         kinds: type of each rank [N].
         places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
-        stages: number of stages that Metis prices first.
+        stages: number of stages that Metis prices on its first visit.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -343,7 +342,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages with too little memory, and raise other speeds; return whether there is room."""
+    """Lower the speeds of stages with too little memory, and raise the others; return whether this is possible."""
     count = speed.size
     room = np.zeros(count)
     added = np.zeros(count)
@@ -440,7 +439,7 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Give each remaining piece to the stage with most capacity, from one neighboring piece's owner to the other's."""
+    """Give each remaining piece to the stage with most capacity between the owners of the neighboring pieces."""
     count = capacity.size
     low = np.full(count, split.size, dtype=np.int64)
     high = np.full(count, -1, dtype=np.int64)
@@ -476,7 +475,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write, for each layer, the stage that has more than half of its pieces; layers without such a stage are lost."""
+    """Write the stage that has more than half of each layer's pieces; layers without such a stage are lost."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):
@@ -508,7 +507,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer from a neighbor to the stage with most capacity left, unless another would then have more."""
+    """Move a layer from a neighbor to the stage with most capacity left, unless another stage would then have more."""
     count = capacity.size
     most = 0
     for s in range(1, count):

@@ -40,8 +40,8 @@ class Tables(NamedTuple):
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    # [L]: each layer's fraction of the total layer time on the profile's first device type, at tensor-parallel degree 1
-    # and micro-batch size 1; 1 / L each if that was not measured
+    # [L]: each layer's fraction of all layers' time on the profile's first device type, at tensor-parallel degree 1 and
+    # micro-batch size 1; 1 / L if not measured
     share: Floats
     bandwidth: Floats  # [T], in 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
@@ -99,7 +99,7 @@ class MetisProblem:
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
 
     def places(self, types: Sequence[str]) -> Ints:
-        """Return each rank's label [N], which a replica's ranks must share: the type or, if `per_rank`, the node."""
+        """Return each rank's label [N]: its type or, if `per_rank`, its node. A replica's ranks must share a label."""
         if not self.per_rank:
             return self.kinds(types)
         ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
@@ -123,7 +123,7 @@ class MetisProblem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # Metis's search breaks ties by the last bit, so the times are added in the same order as in Metis.
+                    # The last bit breaks ties in Metis's search, so times are added in Metis's order.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
@@ -161,7 +161,7 @@ class MetisProblem:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages of consecutive ranks, type after type.
+    """Stages of consecutive ranks, which are sorted by type.
 
     Attributes:
         types: types of devices in order (Metis's node sequence).
@@ -221,6 +221,5 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-# Public names.
 Plan = StagePlan
 Problem = MetisProblem

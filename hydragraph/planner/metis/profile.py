@@ -1,7 +1,7 @@
 """Metis's measurements of a model.
 
-They are read from a folder like Metis's (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from a file per
-device type. Such a file has lists of layers under `samples`, or the first, middle and last layer under `by_num_layers`.
+They are read from a folder with one file per measurement, as in Metis (`DeviceType.A100_tp2_bs4.json`), or from one
+file per device type, with all layers under `samples`, or the first, middle and last layer under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# The optimizer's and batch generator's times come from the largest measured degree and size that are at most this.
+# The optimizer's and batch generator's times are read at the largest measured degree and size up to this number.
 _MEASURED = 4
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurement of one type of device at one tensor-parallel degree and micro-batch size.
+    """Measurement of one device type at one tensor-parallel degree and micro-batch size.
 
     Attributes:
         layers_ms: each layer's forward and backward for a micro-batch.
@@ -43,8 +43,8 @@ class Measurement:
         numbers = (*self.layers_ms, *self.memory_mb, self.forward_backward_ms)
         if not all(math.isfinite(x) and x >= 0 for x in numbers) or not sum(self.layers_ms) > 0:
             raise ValueError(
-                "times and memory of layers must be finite and at least 0, and at least one layer's time must be "
-                "above 0"
+                "times and memory of layers must be finite and at least 0, and at least one layer must take more than "
+                "0 ms"
             )
 
     @property
@@ -52,7 +52,7 @@ class Measurement:
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
-        """Return the measurement for another number of layers, with inner layers like the second layer."""
+        """Return the measurement for another number of layers, whose inner layers equal the second layer."""
         first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
         times = (first, *[middle] * (layers - 2), last)
         memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
@@ -61,10 +61,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class MetisProfile:
-    """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
+    """Measurements of a model by (device type, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: the first key's type has the times by which layers are balanced.
+        measurements: the first key's device type determines how layers are balanced.
         parameters_bytes: parameter bytes of the first, middle and last layer.
         optimizer_ms: optimizer step of the whole model.
         hidden: numbers that a layer sends per token.
@@ -126,7 +126,7 @@ class MetisProfile:
         """Read measurements from files, or from all files of a folder that are named as in Metis.
 
         Args:
-            layers: number of layers of the model to read if a file has several models; default: the least.
+            layers: if a file has several models, the number of layers of the model to read; default: the least.
             hidden, sequence, vocabulary: required if no file contains them, as in Metis's own files.
 
         Raises:
@@ -145,8 +145,7 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not contain {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these values from the file that is listed first; in the published runs, that was the file chosen
-        # here.
+        # Metis reads the first listed file; in the published runs, that was the file chosen here.
         measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(
@@ -263,5 +262,4 @@ def _ends(parameters: Sequence[float]) -> tuple[float, float, float]:
     return float(parameters[0]), float(parameters[1]), float(parameters[-1])
 
 
-# Public names.
 Profile = MetisProfile
