@@ -14,14 +14,14 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rows per matrix; with more ranks or nodes, neighbors share a row.
+# Maximum rows per matrix; with more ranks or nodes, neighbors share a row.
 MOST = 32
 
 Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks (omitted for many ranks on several nodes) and between nodes."""
+    """Return the traffic between ranks (omitted if there are many, on several nodes) and between nodes."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     traffic = []
@@ -35,7 +35,7 @@ def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline:
 
 
 def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
-    """Return an array [kinds (`MOVED`), senders, receivers] of bytes."""
+    """Return bytes, as an array [kinds (`MOVED`), senders, receivers]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
     exchanged: set[tuple[Op, str]] = set()

@@ -4,7 +4,7 @@ The time of an iteration is the sum of these parts:
 
     work     device time of the sequences, divided evenly over all devices
     waiting  the slowest pipeline's work beyond this even share
-    fixed    the constant c of each of the slowest pipeline's micro-batches
+    fixed    the fixed costs c of the slowest pipeline's micro-batches
     bubble   the rest of the slowest pipeline's time, in which stages fill, drain, and wait for each other
     sync     pull, push, commit and update; with published constants, 0 if all pipelines are equal
 """
@@ -28,12 +28,12 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Numbers of candidates, and of homogeneous candidates, that are always evaluated.
+# Numbers of candidates, and of homogeneous ones, that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Number of mini-batches used only to improve candidates.
+# Mini-batches used only to improve candidates.
 TUNING = 8
-# Number of candidates whose pull and push are simulated.
+# Candidates whose pull and push are simulated.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -67,7 +67,7 @@ class MemoryUse:
         devices: number of the strategy's devices, which share the optimizer state.
         max_len: maximum tokens of a micro-batch.
         util_len: desired minimum tokens of a micro-batch.
-        states: bytes of the state; if `max_len` was measured, this and the following fields are None.
+        states: bytes of the state; if `max_len` was measured, this field and those below are None.
         per_token: bytes of activations per token.
         reserved: bytes that must stay free.
         device: bytes of the device's memory.
@@ -89,8 +89,8 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches; `bound` if they were not assigned, infinite if one does not fit.
-        alone: mean seconds to run only each mini-batch's longest sequence, on the fastest pipeline.
+        seconds: mean over the mini-batches; infinite if one does not fit, and `bound` if they were not assigned.
+        alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
         fits: number of mini-batches that fit.
         wins: number of mini-batches on which this candidate is the fastest.
     """
@@ -121,7 +121,7 @@ class ComparedCandidate:
 
 @dataclass(frozen=True)
 class Example:
-    """A planned mini-batch for the picture."""
+    """A planned mini-batch, to be drawn."""
 
     strategy: Strategy
     pipelines: tuple[PipelineCost, ...]
@@ -137,7 +137,7 @@ class PlanReport:
         candidates: the best static candidate first; candidates that do not fit the context length last.
         dynamic: mean seconds if each mini-batch uses its best candidate.
         sync: seconds outside computation, maximum over the candidates.
-        cut: number of sequences longer than `context`.
+        cut: number of sequences truncated to `context`.
         left_out: schemes that were not considered, and why.
     """
 
@@ -178,7 +178,7 @@ def explain(
     Args:
         lengths: tokens per sequence of the data; sequences are truncated to `context` tokens.
         tokens: minimum tokens per mini-batch.
-        strategies: candidates; by default, proposals for the data, homogeneous strategies, and improvements of both.
+        strategies: candidates; default: proposals for the data, homogeneous strategies, and improvements of both.
 
     Raises:
         Unsupported: no candidate fits a mini-batch, or the profile does not contain a scheme.
@@ -322,7 +322,7 @@ def parts_of(
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
-    # A second on a pipeline of eight devices is eight seconds of device time.
+    # A second on eight devices is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0

@@ -1,4 +1,4 @@
-"""A comparison of candidates as text and JSON."""
+"""Text and JSON of a comparison of candidates."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
     lines += [f"and {hidden} more; --explain shows all"] if hidden else []
     return [
         *lines,
-        "alone: mean seconds to run only each mini-batch's longest sequence, a lower bound for the iteration",
+        "alone: mean seconds if only each mini-batch's longest sequence runs, a lower bound for the iteration",
     ]
 
 

@@ -18,7 +18,7 @@ MOST_MARKS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """Curve of a chart; `style` is the CSS class of its color."""
+    """Curve in a chart; `style` is a CSS class that sets its color."""
 
     name: str
     points: tuple[Point, ...]
@@ -127,7 +127,7 @@ def _span(low: float, high: float) -> tuple[float, float]:
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return a chart of bytes over an iteration; the limit is drawn only if it is near the peak."""
+    """Return a chart of bytes over an iteration; it shows the limit only if the peak is near it."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0
@@ -140,7 +140,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # A peak within an instruction is higher than all points of the curve.
+    # The peak may occur within an instruction, above all points of the curve.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

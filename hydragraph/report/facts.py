@@ -1,4 +1,4 @@
-"""Contents of a report as frozen dataclasses, with times in seconds and unescaped text."""
+"""Contents of a report as dataclasses; times are in seconds, and text is not escaped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOVED = (*WAITED, "tp")
 
 
 class TimeBar(NamedTuple):
-    """Interval of activity, in seconds."""
+    """Interval of activity on a timeline, in seconds."""
 
     begin: float
     end: float
@@ -33,7 +33,7 @@ class Lane:
     """Timeline of one rank, or of several ranks with equal bars.
 
     Attributes:
-        what: role, such as "pipeline 0, stage 1".
+        what: role of the ranks, such as "pipeline 0, stage 1".
         bars: bars by stream (`STREAMS`), in order of time.
     """
 
@@ -44,7 +44,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class IterationView:
-    """One iteration over time.
+    """One iteration as timelines.
 
     Attributes:
         title: such as "simulated" or "measured, step 7".
@@ -81,7 +81,7 @@ class Matrix:
     Attributes:
         title: "ranks" or "nodes".
         groups: node of each name; names of one node are adjacent.
-        cells: bytes by kind (`MOVED`), row and column.
+        cells: bytes by traffic kind (`MOVED`), row and column.
     """
 
     title: str
@@ -107,10 +107,10 @@ class DiagramStage:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """Row of a diagram: one device, or equal adjacent devices.
+    """Row of a diagram: one device, or several equal, adjacent devices.
 
     Attributes:
-        what: type and current speed, such as "h100", "l4, 2.57 × as slow" or "lost".
+        what: type and current speed, such as "h100", "l4, 2.57 × as slow", or "lost".
     """
 
     ranks: tuple[int, ...]
@@ -131,12 +131,12 @@ class Diagram:
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy in the comparison.
+    """A row of the comparison of strategies.
 
     Attributes:
         seconds: time of an iteration; None if the strategy does not fit.
         micro_batches: number in each pipeline; empty if unknown.
-        shares: fractions of the iteration, as (name, fraction).
+        shares: parts of the iteration, as (name, fraction).
         why: why the strategy lost; "" for the best strategy.
     """
 
@@ -162,7 +162,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Happened:
-    """Events of a run's ranks, and their costs.
+    """Losses, slowdowns and returns of a run's ranks, and their costs.
 
     Attributes:
         begin_s: time of the first step, in seconds since 1970.

@@ -25,7 +25,7 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
     Args:
         content: contents of the element; lists are joined, and None is omitted.
-        attributes: None and False omit the attribute. A trailing underscore (`class_`) is removed; others become
+        attributes: None and False omit an attribute. A name's trailing underscore (`class_`) is removed; others become
             hyphens.
     """
     attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())

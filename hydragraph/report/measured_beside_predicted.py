@@ -1,4 +1,4 @@
-"""Comparison of real iterations with the cost model's predictions."""
+"""Comparison of measured iterations with the cost model's predictions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent, read_trace
 from hydragraph.spec.strategy import Strategy
 
-# The sentence names a rank if it causes more than this fraction of a kind's difference.
+# `sentence` names a rank that causes more than this fraction of a kind's difference.
 MOSTLY = 0.6
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """Measured and predicted times of an iteration; `seconds` includes work outside the instructions."""
+    """Measured and predicted times of one iteration; `seconds` includes work outside instructions."""
 
     step: int
     strategy: str
@@ -38,9 +38,9 @@ class ComparedStep:
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
-        """Return the ratio measured / predicted by kind and rank where both are positive.
+        """Return measured / predicted time, by kind and rank, where both are positive.
 
-        For transfers, the ratio compares durations, because waits depend on the overlap.
+        For transfers, the ratio compares their durations, because waits depend on overlap with computation.
         """
         ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -57,7 +57,7 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class ComparedSeconds:
-    """Seconds of one kind of instruction over all steps; rank None: all ranks."""
+    """Seconds of one kind of instruction, over all steps; `rank` is None for the sum over ranks."""
 
     kind: TimeKind
     rank: int | None
@@ -75,11 +75,11 @@ class ComparedSeconds:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Real iterations and their simulation.
+    """Measured iterations and their simulation.
 
     Attributes:
         before: corrections that the costs already include.
-        warming: excluded steps, each the first of several steps under a strategy.
+        warming: excluded steps, each the first of several under one strategy.
     """
 
     source: str
@@ -90,7 +90,7 @@ class RunComparison:
 
     @property
     def corrections(self) -> Corrections:
-        """Corrections from these and earlier steps."""
+        """Corrections of predictions from these and earlier steps."""
         corrections = self.before if self.before.types == self.types else Corrections(self.types)
         health = self.before.health
         for step in self.steps:
@@ -121,7 +121,7 @@ class RunComparison:
 
     @cached_property
     def strategies(self) -> tuple[tuple[str, int, float, float], ...]:
-        """(text, steps, median measured seconds, median predicted seconds) of every strategy."""
+        """(text, number of steps, median measured seconds, median predicted seconds) of every strategy."""
         summaries = []
         for strategy in dict.fromkeys(step.strategy for step in self.steps):
             of_it = [step for step in self.steps if step.strategy == strategy]
@@ -131,7 +131,7 @@ class RunComparison:
 
     @property
     def sentence(self) -> str:
-        """Sentence on the cost model's largest error; waits for other ranks do not count."""
+        """Sentence on the cost model's largest error, not counting waits for other ranks."""
         causes = [row for row in self.rows if row.kind in CAUSES]
         whole = sum(abs(row.difference) for row in causes)
         if whole == 0:
@@ -191,7 +191,7 @@ def _together(kind: TimeKind, rows: Iterable[ComparedSeconds]) -> ComparedSecond
 def _times(row: ComparedSeconds) -> str:
     if row.ratio is None:
         return f"measured {row.measured:.3g} s, without a prediction"
-    return f"measured {row.ratio:.2g}x of predicted"
+    return f"measured {row.ratio:.2g}x the prediction"
 
 
 def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:

@@ -30,12 +30,12 @@ WORDS = {
     "messages": "messages in flight",
     "host": "offloaded to host memory",
 }
-SHORTER = 0.8  # ratio of successive lengths that are tried
+SHORTER = 0.8  # ratio of successive lengths to try
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """A strategy's memory curve and limit for each rank, in bytes, and its seconds per iteration."""
+    """A strategy's seconds per iteration, and each rank's memory curve and limit in bytes."""
 
     strategy: Strategy
     curves: Sequence[MemoryCurve]
@@ -86,7 +86,7 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Return the smallest change that makes a strategy fit, and offloading if that helps; "" if it fits already."""
+    """Return the smallest change that makes a strategy fit, and offloading if it helps; "" if the strategy fits."""
     if found.fits:
         return ""
     offloading = _offloading(costs, found, assignment)
@@ -214,12 +214,12 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return the strategy with stages that recompute as in `how`, or in full if they already do."""
+    """Return the strategy with `recompute` set to `how`, except in stages that already recompute in full."""
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
 def _whole(strategy: Strategy) -> Strategy:
-    """Return the strategy with a schedule that does not split backwards, as streaming and offloading require."""
+    """Return the strategy with a schedule that does not split backwards; streaming and offloading require this."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
 
 

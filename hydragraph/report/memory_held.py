@@ -11,13 +11,13 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import RankMemory
 
-# Maximum number of curves; each requires stepping through a program.
+# Maximum curves; each requires a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
 def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]:
-    """Return the memory of ranks, grouped if equal, and a note on omitted ranks."""
+    """Return the memory of ranks, grouped by equal memory, and a note on omitted ranks."""
     ranks = list(range(costs.ranks))
     note = ""
     if len(ranks) > MOST_CURVES:
@@ -46,7 +46,7 @@ def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
-    """Return at most `most` points: the highest of each interval."""
+    """Return at most `most` points: the highest in each interval."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]

@@ -1,4 +1,4 @@
-"""Number formats of tables."""
+"""Number formats for tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a run's ranks, and their costs."""
+"""Losses, slowdowns and returns of a run's ranks, and their costs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[
         note = f"of the undisturbed {number_format.rate(wall_time.rate)} tokens/s"
         facts.append(Fact("goodput", number_format.share(wall_time.goodput), note))
     if wall_time.pauses:
-        worst = f"{len(wall_time.pauses)}, at most {number_format.seconds(max(wall_time.pauses))}"
+        worst = f"{len(wall_time.pauses)} of at most {number_format.seconds(max(wall_time.pauses))}"
         undone = f"{wall_time.lost_steps} step{'' if wall_time.lost_steps == 1 else 's'} undone"
         note = f"{worst}; {undone}, {number_format.size(wall_time.moved_bytes)} moved"
         facts.append(Fact("pauses", number_format.seconds(sum(wall_time.pauses)), note))
@@ -51,9 +51,9 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
-    """Return pairs (step, number of ranks from then on), or () if the number never changed."""
+    """Return changes of the number of ranks as (step, number from then on), () if it never changed."""
     counts: list[tuple[int, int]] = []
-    change = 0  # of the number of ranks since the last "resumed" event
+    change = 0  # in ranks since the last "resumed" event
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

@@ -57,7 +57,7 @@ def ranks_section(happened: Happened) -> Markup:
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
         ranks = Series("ranks", tuple(steps), "s-0")
         chart = line_chart("ranks over steps", [ranks], "ranks", lambda y: f"{y:g}", zero=True)
-    intro = "Lost, slow and new ranks, and what was decided about them, why, and at what cost."
+    intro = "Lost, slow and new ranks; what was decided about them, why, and at what cost."
     parts = (_time(happened), chart)
     return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened))
 

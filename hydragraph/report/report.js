@@ -1,5 +1,5 @@
 "use strict";
-// Interactive features: colour themes, tabs, a panel at the pointer, kinds of traffic, and zoomable timelines.
+// Interactive features: colour themes, tabs, tooltips, choice of traffic kinds, and zoomable timelines.
 // The page is complete without this script.
 
 const TICKS = 1e9; // ticks of an iteration: times of bars are whole ticks
@@ -23,7 +23,7 @@ function style(name) {
   return getComputedStyle(root).getPropertyValue(name).trim();
 }
 
-// Panel at the pointer.
+// Tooltip.
 
 function showTip(text, x, y) {
   tip.textContent = text;
@@ -74,7 +74,7 @@ function theme(redraw) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 }
 
-// Tabs: a panel per strategy.
+// Tabs: one panel per strategy.
 
 function tabs(shown) {
   const all = [...document.querySelectorAll("[role=tab]")];
@@ -99,7 +99,7 @@ function tabs(shown) {
   if (all.length) choose(0, false);
 }
 
-// Traffic: one kind, or all.
+// Traffic: choice of one kind or all.
 
 function traffic() {
   const kinds = ["pull", "push", "p2p", "tp"];
@@ -159,8 +159,8 @@ class Timeline {
     tools.append(element("span", { className: "hint", textContent: "drag: move · Ctrl + wheel: zoom · arrows: next bar" }));
     this.canvas = element("canvas", { tabIndex: 0 });
     this.canvas.setAttribute("role", "application");
-    this.canvas.setAttribute("aria-label", `Timeline, ${this.course.title}: arrows go from bar to bar and from rank to ` +
-      "rank, plus and minus zoom, shift with arrows moves, 0 shows all");
+    this.canvas.setAttribute("aria-label", `Timeline, ${this.course.title}: arrow keys select bars and ranks, plus and ` +
+      "minus zoom, shift and arrow keys move the view, 0 shows everything");
     this.view = element("div", { className: "view" }, this.canvas);
     this.words = element("p", { className: "chosen" });
     this.words.setAttribute("aria-live", "polite");

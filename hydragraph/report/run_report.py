@@ -1,4 +1,4 @@
-"""Report of a run, with its simulation if it was traced."""
+"""Report of a run, compared with its simulation if the run was traced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_report(
         )
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
-    last = {step.strategy: step for step in trace.steps}  # the last step of a strategy does not compile
+    last = {step.strategy: step for step in trace.steps}  # a strategy's last step does not compile
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return ReportContents(

@@ -43,7 +43,7 @@ _KIND_NAMES = {
     "tp": "sums within stages",
     "wait": "waiting",
 }
-# Maximum numbers of visible rows.
+# Maximum visible rows.
 MOST_ROWS = 30
 MOST_STEPS = 14
 MOST_RANKS = 16  # with separate rows

@@ -1,4 +1,4 @@
-"""Simulated performance of strategies."""
+"""Simulated times of strategies."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class PricedStrategy:
 
 
 def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStrategy:
-    """Simulate one iteration; raise a ValueError if the arguments do not match, or if there are no micro-batches."""
+    """Simulate one iteration; raise a ValueError if the arguments do not match or there are no micro-batches."""
     if not any(assignment.counts):
         raise ValueError(f"micro-batches {list(assignment.counts)}: give at least one pipeline a micro-batch")
     return PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment))
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
-    """Distribute equal micro-batches over pipelines with `spread`.
+    """Distribute equal micro-batches over pipelines; return each pipeline's number.
 
     Args:
         tokens: tokens per sequence.

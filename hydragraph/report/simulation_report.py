@@ -14,7 +14,7 @@ from hydragraph.report.memory_held import held
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
 
-# Maximum number of strategies with a panel; the table lists all.
+# Maximum strategies with a panel; the table lists all.
 MOST_PANELS = 6
 
 
@@ -76,7 +76,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Describe by kind how much longer a strategy's critical path is per token than the best strategy's."""
+    """Say how much longer, by kind, a strategy's critical path per token is than the best strategy's."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

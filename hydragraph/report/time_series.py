@@ -1,4 +1,4 @@
-"""Timelines for the page: data for its script, and a static picture.
+"""Timelines on the page: data for its script, and a static picture.
 
 A bar is [ticks after the previous bar, length in ticks, kind, name, micro-batch]; a tick is 1e-9 of the iteration.
 """
@@ -104,7 +104,7 @@ def _lane(lane: Lane, top: float, seconds: float) -> Markup:
     scale = (WIDTH - LABEL) / seconds if seconds else 0.0
     for stream, bars in enumerate(lane.bars):
         y, height = _band(stream, top)
-        # A path per kind keeps pages small.
+        # One SVG path per kind keeps pages small.
         paths: dict[str, list[str]] = {}
         at: dict[str, float] = {}
         for bar in bars:

@@ -1,7 +1,7 @@
 """Conversion of simulated and traced iterations to lanes of bars.
 
-Simulated ranks with the same timeline share a lane. If there are too many bars, consecutive blocks of a micro-batch are
-merged, and if necessary also bars that are close to each other.
+Simulated ranks with equal timelines share a lane. If there are too many bars, bars of consecutive blocks of a
+micro-batch are merged, and if necessary also bars that are close to each other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 
-# Maximum number of bars, so that pages are smaller than 5 MB.
+# Maximum bars, so that pages are smaller than 5 MB.
 MOST_BARS = 24_000
-# Maximum number of ranks with separate lanes.
+# Maximum ranks with separate lanes.
 EVERY = 32
-# Maximum number of lanes; with more, evenly spaced ones are shown.
+# Maximum lanes; of more, evenly spaced ones are shown.
 MOST_LANES = 256
-# Shortest interval within which bars are merged, as a fraction of the iteration.
+# Shortest interval in which bars are merged, as a fraction of the iteration.
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).

@@ -59,12 +59,12 @@ def test_a_perfect_model_has_nothing_to_correct() -> None:
 def test_the_sentence_names_the_kind_and_the_rank() -> None:
     priced = costs(4, cluster(4))
     slow = compare(priced, traced(truth(priced, {}, hg.Health({2: 1.4})), STRATEGY, ASSIGNMENT))
-    assert slow.sentence.startswith("backward on rank 2: measured 1.4x of predicted, 6")
+    assert slow.sentence.startswith("backward on rank 2: measured 1.4x the prediction, 6")
     assert slow.sentence.endswith(" % of the whole difference".replace(" %", "%"))
     everywhere = compare(priced, traced(truth(priced, {TimeKind.FORWARD: 1.5}), STRATEGY, ASSIGNMENT))
-    assert everywhere.sentence == "forward on all ranks: measured 1.5x of predicted, 100% of the whole difference"
+    assert everywhere.sentence == "forward on all ranks: measured 1.5x the prediction, 100% of the whole difference"
     exact = compare(priced, traced(priced, STRATEGY, ASSIGNMENT))
-    assert exact.sentence == "measured and predicted times are equal" or "measured 1x of predicted" in exact.sentence
+    assert exact.sentence == "measured and predicted times are equal" or "measured 1x the prediction" in exact.sentence
 
 
 FACTORS = st.floats(0.5, 2.0)
