@@ -1,6 +1,6 @@
-"""Decomposition of intervals of a flattened tensor into axis-aligned boxes, which checkpoints store.
+"""Decomposition of an interval of a flattened tensor into axis-aligned boxes, which checkpoints store.
 
-For example, [3, 11) of a tensor [3, 4] consists of the end of row 0, row 1, and the beginning of row 2.
+For example, elements [3, 11) of a tensor of shape [3, 4] are the end of row 0, row 1, and the beginning of row 2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor; its elements are consecutive in the interval, starting at position `at`."""
+    """Axis-aligned box in a tensor. Its elements are consecutive in the interval, from position `at` on."""
 
     offsets: Extent
     sizes: Extent
@@ -30,7 +30,7 @@ class Box:
 
 
 def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
-    """Split [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order."""
+    """Split elements [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order."""
     assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
     return tuple(_cut(lo, hi, shape, (), 0))
 

@@ -17,8 +17,8 @@ class Deadlock:
     """State in which programs are stuck.
 
     Attributes:
-        at: stuck rank -> index of the instruction that waits.
-        waits: stuck rank -> the ranks it waits for.
+        at: stuck rank -> index of its waiting instruction.
+        waits: stuck rank -> ranks that it waits for.
     """
 
     at: Mapping[int, int]
@@ -34,9 +34,9 @@ class Deadlock:
 
 
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
-    """Simulate the programs of all ranks, in rank order; return None if all programs end.
+    """Simulate all ranks' programs, given in rank order; return None if all programs end.
 
-    With gloo, sends never wait. Every other instruction waits wherever gloo could make it wait: for a message, for
+    Over gloo, sends never wait. Every other instruction waits whenever gloo could make it wait: for a message, for
     tensor-parallel peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end
     over `Transport.NCCL`, but not always over the other transports.
     """

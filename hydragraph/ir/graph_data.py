@@ -5,8 +5,8 @@
                  ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
-Nodes are [name, kind, target, args, kwargs, value]. Targets are operators or functions in `PYTHON`; names are never
-evaluated or imported.
+A node is [name, kind, target, args, kwargs, value]. A target is an operator or a function in `PYTHON`; the decoder
+never evaluates or imports names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Convert graphs of one trace to data; raise a ValueError if data cannot represent them."""
+    """Convert the graphs of one trace to data; raise a ValueError if data cannot represent them."""
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
@@ -85,8 +85,8 @@ def value_of(node: Any) -> Any:
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return (storage number, dtype and sizes) of each tensor in a node's value; views share a storage number."""
-    # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers from before encoding.
+    """Return the storage number and form of each tensor in a node's value; views of one storage share its number."""
+    # The fake tensors of a decoded graph never share storage, so the data records the original storage numbers.
     meta = node.meta if isinstance(node, fx.Node) else {}
     if "forms" in meta:
         return list(zip(meta["storages"], meta["forms"](), strict=True))
@@ -188,7 +188,7 @@ def known_target(name: str) -> Callable[..., Any]:
         return getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)  # type: ignore[no-any-return]
     except AttributeError as error:
         raise ValueError(
-            f"a graph's data calls {name}, which this PyTorch does not have: capture the model again"
+            f"a saved graph calls {name}, which this PyTorch does not have: capture the model again"
         ) from error
 
 
@@ -213,5 +213,5 @@ def _read(value: Any, by_name: Mapping[str, fx.Node]) -> Any:
         return float(content)
     constant = getattr(torch, content, None)
     if kind != "torch" or not isinstance(constant, _FORMATS):
-        raise ValueError(f"a graph's data has the unknown argument {value!r}: capture the model again")
+        raise ValueError(f"a saved graph has the unknown argument {value!r}: capture the model again")
     return constant

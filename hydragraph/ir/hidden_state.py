@@ -23,7 +23,7 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(program: Program, block: int) -> TensorForm:
-    # Building the value would take half a second; `form_of` does not build it.
+    # `form_of` does not build the fake tensor, which would take half a second.
     form = form_of(results_of(program.templates[program.blocks[block].template].graph)[0])
     assert form is not None
     return form

@@ -14,7 +14,7 @@ class HomeLayouts:
     """Home layouts of buckets; buckets with equal sizes and shares have the same layout object.
 
     Args:
-        home: a home without a rule; with two copies, it must have nodes (`Home.on`).
+        home: `rule` must be None; with two copies, `nodes` must be set (`Home.on`).
 
     Raises:
         ValueError: the home is for a different number of ranks.

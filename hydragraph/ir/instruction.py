@@ -13,14 +13,14 @@ from hydragraph.ir.value import Value, ValueKind
 class Op(Enum):
     PULL = "pull"  # receive a bucket's weights from their owners, or send them
     FORWARD = "forward"
-    BACKWARD = "backward"  # a block's backward, or one half of it; adds to G.bucket
+    BACKWARD = "backward"  # a block's backward, or one half of it; adds weight gradients to G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
-    FETCH = "fetch"  # copy saved values back to the device, after all earlier computations
+    FETCH = "fetch"  # copy saved values back to the device, after all earlier computations have run
     SEND = "send"
     RECEIVE = "receive"
-    PUSH = "push"  # sum a bucket's gradients at first owners, then copy sums to second owners
-    FREE = "free"  # drop values; drop a message after it has been sent
-    COMMIT = "commit"  # agree that gradients are finite; last communication of the iteration
+    PUSH = "push"  # sum a bucket's gradients on first owners, which then send the sums to second owners
+    FREE = "free"  # release values; a message only after it was sent
+    COMMIT = "commit"  # agree whether gradients are finite; last communication of the iteration
     UPDATE = "update"
 
     __hash__ = object.__hash__
@@ -81,8 +81,8 @@ class Instruction:
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
-        after: values that the instruction waits for: those of `reads` that other streams write; in a free, only
-            messages and copies. A pull also waits for earlier pulls, and a push for earlier pushes.
+        after: values that the instruction waits for: its `reads` from other streams (a free waits only for messages and
+            copies). A pull may also wait for earlier pulls, and a push for earlier pushes.
     """
 
     op: Op
@@ -99,7 +99,7 @@ class Instruction:
 
     @property
     def step(self) -> tuple[Op, str, int | None]:
-        """Identity of the instruction, which is equal on all tensor-parallel ranks."""
+        """Key of the instruction, which is equal on all ranks of a tensor-parallel stage."""
         return self.op, self.target, self.micro_batch
 
     @property

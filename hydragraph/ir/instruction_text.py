@@ -4,8 +4,8 @@
     p2p      send h2.0 -> rank 3                                after h2.0
     compute  free h2.0>3                                        after h2.0>3
 
-Each line has the stream, the values that are written (`=`) or added to (`+=`), the operation with its reads, and the
-values to wait for.
+A line gives the stream, the values that are written (`=`) or added to (`+=`), the operation, the values that it reads,
+and the values that it waits for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.value import Value, message, parse_value
 
-MARGIN = 60  # column of `after` on lines that are short enough
+MARGIN = 60  # column of `after`, except on longer lines
 
 _NAME = r"[^\s,()=#]+"
 _NAMES = rf"{_NAME}(?:, {_NAME})*"
@@ -81,7 +81,7 @@ def _statement(instruction: Instruction) -> str:
 
 
 def parse_instruction(line: str, number: int) -> Instruction:
-    """Parse a line of `instruction_text`; a ValueError names the line."""
+    """Parse a line written by `instruction_text`; a ValueError names its `number`."""
     name, _, rest = line.partition(" ")
     try:
         stream = Stream(name)

@@ -7,9 +7,9 @@ per fused segment of a parameter; a home shard is one interval. Each array of a 
     lo, hi   the interval [lo, hi) of the bucket, in elements
     at       start in the rank's local buffer
     copy     index of the state's copy
-    partial  whether a stage's ranks sum their gradients (PARTIAL) or have equal ones (REPLICA)
+    partial  whether the gradients of a stage's ranks must be summed (PARTIAL) or are equal (REPLICA)
 
-Example: a bucket has w [4, 2], which fuses q and k of 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage store:
+Example: a bucket has w [4, 2], in which q and k have 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage store:
 
     rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4
     rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4
@@ -35,8 +35,8 @@ Bools = npt.NDArray[np.bool_]
 class GradientKind(Enum):
     """How to combine the gradients of a stage's ranks."""
 
-    REPLICA = "replica"  # gradients are equal on all ranks: use one of them
-    PARTIAL = "partial"  # sum over the ranks
+    REPLICA = "replica"  # use any of them, because they are equal on all ranks
+    PARTIAL = "partial"  # sum them
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,8 @@ class Layout:
     no interval is empty. Layouts compare by identity.
 
     Attributes:
-        copy: in a layout for forward and backward (`propagation`), index of the stage. In a home layout, 0 for the
-            *first owners*, which sum gradients, and 1 for the *second owners*. Each copy has every element.
+        copy: in a layout for forward and backward (`propagation`), the index of the stage. In a home layout, 0 for
+            *first owners*, which sum gradients, and 1 for *second owners*. Each copy has every element.
         nodes: node of each rank, or -1 if unknown; None if the layout does not depend on nodes.
     """
 
@@ -96,7 +96,7 @@ class Layout:
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Return the part of the layout within disjoint intervals [lo, hi); positions in buffers do not change."""
+        """Restrict the layout to disjoint intervals [lo, hi); positions in buffers do not change."""
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -107,7 +107,7 @@ class Layout:
 
     @cached_property
     def first(self) -> Layout:
-        """Rows of the first owners; positions in buffers do not change."""
+        """Rows of the first owners, with unchanged positions in buffers."""
         return self if (self.copy == 0).all() else self._where(self.copy == 0)
 
     @cached_property
@@ -138,18 +138,18 @@ def home(
 ) -> Layout:
     """Make the home layout of a bucket: each copy is split into one interval per rank, in the order of `ranks`.
 
-    If shares are equal and the number of ranks divides `size`, all intervals are equally long, as native collectives
-    require. Otherwise, boundaries are multiples of `align`, so some ranks may have no elements of a small bucket.
+    If shares are equal and the number of ranks divides `size`, all intervals have equal lengths, as native collectives
+    require. Otherwise, boundaries are multiples of `align`, so some ranks may get no elements of a small bucket.
 
     Args:
-        ranks: distinct, in any order.
+        ranks: distinct ranks, in any order.
         shares: one non-negative number per rank, or None for equal shares. With two copies, a node with more than half
-            of all shares owns every element exactly once.
+            of all shares owns one copy of every element.
         copies: 1, or 2 to give every element a second owner on another node.
         nodes: each rank's node, or None if all ranks are on different nodes.
 
     Raises:
-        ValueError: repeated or missing ranks, invalid shares, or no other node for the second copy.
+        ValueError: repeated or missing ranks, invalid shares, or no second node for the second copy.
     """
     n = len(ranks)
     weights = np.ones(n) if shares is None else np.asarray(shares, float)
@@ -161,7 +161,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, places, align)
     rank = owners[which]
-    # Sort by element, so that a rank's part of one parameter is contiguous.
+    # Sort each rank's intervals by element, so that its part of a parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -175,7 +175,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Round each boundary by itself, so that rounding errors do not accumulate.
+    # Round each boundary separately, so that rounding errors do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the last share gets the remainder

@@ -1,18 +1,18 @@
-"""Links: slices that ranks send to turn one layout of a bucket into another (values: `copy`; gradients: `reduce`).
+"""Links: slices that ranks send to convert one layout of a bucket into another: `copy` values, `reduce` gradients.
 
 Ranks of the *source* layout send, and ranks of the *target* layout receive. The ends of the source's intervals divide
-the elements into *cells*. A rank stores all elements of a cell or none. Each target interval is divided at the same
-ends, and a sender is chosen for each cell (as in Hydraulis, section 5.2, but for uneven shards).
+the elements into *cells*. A rank stores all elements of a cell or none. Target intervals are divided at the same ends,
+and each piece gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
 
 Symbols, with the lengths of arrays:
 
-    line           [source rows]  line of each source interval: line i is the range [i * size, (i + 1) * size). Values
-                                  use one line, and gradients one per copy of the state, since every copy contributes
+    line           [source rows]  number of each interval's line: line i is the range [i * size, (i + 1) * size). Values
+                                  use one line; gradients use one per copy of the state, because all copies contribute
     ends           [cells + 1]    cell c is [ends[c], ends[c + 1])
     first, rows                   cell c is stored by the source rows rows[first[c] : first[c + 1]]
-    row, lo, hi    [T]            the target's intervals, on each line
+    row, lo, hi    [T]            the target's intervals, repeated on each line
     item, cell     [S]            each slice is the intersection of a target interval (index into T) and a cell
-    holders        [S]            number of each slice's candidate senders: source rows that store the slice
+    holders        [S]            number of each slice's candidate senders, the source rows that store the slice
     turn           [S]            round-robin number, to choose among candidates of equal cost
     piece, holder  [P]            pairs of a slice (index into S) and a candidate (source row)
 """
@@ -62,7 +62,7 @@ class Slices:
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return the slices that a rank sends and those that it receives, by peer; both include local copies."""
+        """Return the slices that a rank sends and those that it receives; both include local copies."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
@@ -75,22 +75,21 @@ class Slices:
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Return the slices of values that cover every target interval exactly once.
 
-    A rank that already has the values copies them locally. Otherwise, the nearest replica sends them: if nodes
-    are known, replicas on the same node come first, then those with the closest ranks. Equally near
-    replicas take turns.
+    A rank that stores the values copies them locally. Otherwise, the nearest rank that stores them sends them (by rank
+    number; if nodes are known, ranks on the same node come first). Equally near ranks take turns.
 
     Args:
         rank: if given, compute only the slices that this rank sends or receives, which is faster.
 
     Raises:
-        ValueError: the sizes differ, or no source rank stores some needed element.
+        ValueError: the sizes differ, or the source does not store a needed element.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, spread over all replicas on the receiver itself, else on its node, else anywhere."""
+    """Return slices like `copy`, divided among equally near senders: on the receiver, its node, or anywhere."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -111,13 +110,13 @@ def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
 
 
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return the slices of gradients that the first owners in the target must sum.
+    """Return the slices of gradients that the target's first owners must sum.
 
-    Every rank with a PARTIAL interval sends it. One rank per copy sends a REPLICA interval: the owner itself if
+    Every rank with a PARTIAL interval sends it. A REPLICA interval is sent by one rank per copy: the owner itself if
     possible; otherwise, the ranks take turns.
 
     Raises:
-        ValueError: the sizes differ, or a copy of the source does not store some needed element.
+        ValueError: the sizes differ, or a copy of the source does not store a needed element.
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
@@ -125,19 +124,19 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Return the slices of sums from first owners to second owners; positions are in the buffers of `owners`."""
+    """Return the slices of sums that first owners send to second owners; positions are in the buffers of `owners`."""
     return copy(owners.first, owners.second, rank)
 
 
 def stays(source: Layout, target: Layout) -> bool:
-    """Return whether `copy` is entirely local."""
+    """Return whether `copy` moves no values between ranks."""
     if not {*target.ranks} <= {*source.ranks}:
         return False
     return _local(partial(copy, source, target), target.ranks)
 
 
 def sums_stay(source: Layout, target: Layout) -> bool:
-    """Return whether `reduce` is entirely local."""
+    """Return whether `reduce` moves no gradients between ranks."""
     owners = target.first.ranks
     if not {*owners} <= {*source.ranks}:
         return False
@@ -145,7 +144,7 @@ def sums_stay(source: Layout, target: Layout) -> bool:
 
 
 def _local(link: Callable[[int | None], Slices], ranks: Sequence[int]) -> bool:
-    # One rank's slices are computed faster than those of all ranks, and usually suffice.
+    # Try one rank first: this is fast, and usually finds a slice that travels.
     return all(not len(link(rank).travelling) for rank in (*ranks[:1], None))
 
 
@@ -207,7 +206,7 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
-    """Split [0, end) at the ends of all intervals; the rows of a cell are in ascending order."""
+    """Split [0, end) where intervals start or end; the rows of a cell are in ascending order."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
@@ -239,7 +238,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that has them, use two home copies, or load a checkpoint"
         )
-    # The turn does not depend on a slice's index, so every rank makes the same choice.
+    # Turns do not depend on slices' indices, so every rank makes the same choice.
     turn = turns[row] + cell
 
     piece, place = _ragged(holders)

@@ -1,4 +1,4 @@
-"""Number of elements that a link (`ir.link`) sends between ranks, computed without its slices."""
+"""Number of elements that a link (`ir.link`) sends between ranks, computed without building slices."""
 
 from __future__ import annotations
 

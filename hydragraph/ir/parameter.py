@@ -1,12 +1,12 @@
-"""Parameters, their sharding rules, and a flat order that makes shards intervals.
+"""Parameters, their sharding rules, and an order of elements in which shards are intervals.
 
 A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. For any
 tensor-parallel degree, a shard then consists of one interval per fused segment (such as q, k and v).
 
-Example: w [3, 4] fuses two segments of 2 columns of 3 elements each. Two ranks share the columns:
+Example: w [3, 4] fuses two segments of 2 columns each. With two ranks:
 
-    index 0   has columns 0 and 2: [0, 3) and [6, 9)
-    index 1   has columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
+    rank 0   has columns 0 and 2: elements [0, 3) and [6, 9)
+    rank 1   has columns 1 and 3: elements [3, 6) and [9, 12), which `natural` views as a tensor of shape [3, 2]
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class ShardRule:
             raise ValueError(f"segments is {self.segments}, unit is {self.unit}: give positive numbers")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the units [a, b) of a segment that rank `index` of `tp` has."""
+        """Return the range [a, b) of a segment's units that rank `index` of `tp` stores."""
         n = self.segments[segment]
-        # tp / n consecutive ranks have the same head.
+        # tp / n consecutive ranks share a head.
         if self.heads and n < tp:
             if not shares_heads(n, tp):
                 raise Unsupported(
@@ -141,14 +141,14 @@ class Parameter:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 
     def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
-        """Return the shard's shape; raises like `intervals`."""
+        """Return the shard's shape; raise the errors of `intervals`."""
         if self.rule is None or tp == 1:
             return self.shape
         length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
         return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
-        """Return a tensor or shard in 1-D canonical order, copied only if necessary."""
+        """Flatten a tensor or shard in canonical order; copy it only if necessary."""
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
@@ -162,7 +162,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose state is one flat vector, exchanged in one message per pair of ranks.
+    """Parameters whose state is one flat vector; each pair of ranks exchanges it in one message.
 
     A block's own parameters form a bucket; tied parameters and parameters without a gradient have separate buckets.
 
@@ -189,7 +189,7 @@ class Bucket:
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """Key of layouts: buckets of equal form have equal layouts."""
+        """Key: buckets of equal form have equal layouts."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Functions that FX nodes call in place of strategy-dependent operations (Hydraulis, section 5.3)."""
+"""Functions that FX nodes call where a strategy will insert its operations (Hydraulis, section 5.3)."""
 
 from __future__ import annotations
 

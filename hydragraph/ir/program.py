@@ -20,14 +20,14 @@ from hydragraph.private.tracing import hint_of
 
 @dataclass(frozen=True)
 class Template:
-    """Forward graph of one structurally unique part of the model, captured once.
+    """Forward graph shared by structurally equal blocks.
 
     The graph's placeholders are `parameters`, `buffers` and `inputs`, in this order. The graph has functional
-    operators, a symbolic token count, and `communicate` nodes where tensor parallelism may shard it.
+    operators, a symbolic token count, and `communicate` nodes around parts that tensor parallelism may shard.
 
     Attributes:
         name: SHA-256 of the graph, in hexadecimal.
-        graph: forward graph, which returns the hidden state, the summed loss ("head") or auxiliary values (aux).
+        graph: returns the hidden state, or the summed loss ("head"), or auxiliary values ("aux").
         parameters: names within the block's module.
         inputs: "hidden", "other.i" (auxiliary values) and fields of the batch.
     """
@@ -48,7 +48,7 @@ class Template:
     @cached_property
     def content(self) -> Hashable:
         """Identity of the template: the graph's digest, the placeholders' names, and the traced sizes."""
-        # A trace may depend on sizes that are not in its text.
+        # A trace may depend on sizes that do not occur in its text.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
@@ -70,7 +70,7 @@ def _given(graph: fx.GraphModule) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """Instance of a template in the model.
+    """Part of the model: a template with parameters.
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
@@ -92,7 +92,7 @@ class Program:
     Attributes:
         causal: whether labels are the next tokens; if not, sequences must provide labels.
         blocks: from "embed" to "head".
-        aux: the block that computes positions, rotary tables and other parameter-free values on every stage.
+        aux: block that computes positions, rotary tables and other parameter-free values on every stage.
         buckets: in block order; parameters that no block uses come last.
         heads: numbers of query heads.
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
@@ -137,12 +137,12 @@ class Program:
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:
-        """Return a block's number for dropout: 1, 2, ... for layers, and 0 for other blocks."""
+        """Return the number that identifies a block in dropout: 1, 2, ... for layers, 0 for other blocks."""
         return self.outline.index[block.name] % (len(self.blocks) - 1)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the blocks' templates, each once."""
+        """Distinct names of the blocks' templates."""
         return tuple(dict.fromkeys(block.template for block in self.blocks))
 
     @cached_property
@@ -163,7 +163,7 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """12 hex digits that identify templates, blocks and parameters."""
+        """Hash (12 hex digits) of templates, blocks and parameters."""
         content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
         return hashlib.sha256(repr((*content, self.unplaced)).encode()).hexdigest()[:12]
 
@@ -201,7 +201,7 @@ class Program:
 
 
 def program_text(program: Program) -> str:
-    """Return a program's text, with a line per block; T is the token count."""
+    """Return a text with one line per block, in which T is the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")

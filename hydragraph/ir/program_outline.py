@@ -1,4 +1,4 @@
-"""Outline of a model, for building rank programs."""
+"""Outline of a model, the input for building rank programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from hydragraph.ir.value import bucket_of
 
-# "gradients" is "train" without the update; "evaluate" runs only forwards.
+# "gradients" means "train" without the update; "evaluate" runs only forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
 # "score" computes log-probabilities.

@@ -1,11 +1,11 @@
-"""Simulation of device queues, to check whether programs over NCCL end.
+"""Simulation of device queues, to check whether programs end when they run over NCCL.
 
-With NCCL, the device's queues wait for messages, but the host does not:
+With NCCL, a device's queues wait for messages, but the host does not:
 
     host         queues all work in program order; waits only when a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
-    messages     run in program order per communicator; a message waits for its other end. A send also waits for all
-                 earlier computations, and a receive for all computations before the preceding send
+    messages     run in program order per communicator; a send and its receive wait for each other. A send also waits
+                 for all earlier computations, and a receive for those before the preceding send
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Transport(Enum):
 
 @dataclass(frozen=True)
 class Stuck:
-    """Position of a stuck rank, and the ranks that it waits for (itself, if its own queues wait for each other)."""
+    """Instruction index of a stuck rank, and ranks that it waits for (itself if its own queues wait for each other)."""
 
     at: int
     waits: tuple[int, ...]
@@ -40,7 +40,7 @@ class Stuck:
 
 @dataclass(eq=False)
 class _Message:
-    """One end of a message; it waits until its rank has run the first `after` computations."""
+    """Send or receive, which waits until its rank has run `after` computations."""
 
     rank: int
     peer: int
@@ -135,7 +135,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
                 by_value |= dict.fromkeys(instruction.writes, end)
             elif instruction.op in (*_COMPUTED, Op.FREE, Op.COMMIT):
                 computes = instruction.op in _COMPUTED
-                # Reads may be missing from `after`.
+                # `after` may not list all reads.
                 needs = dict.fromkeys(by_value[v] for v in (*instruction.after, *instruction.reads) if v in by_value)
                 if instruction.op is Op.FREE and not any(v.kind is ValueKind.MESSAGE for v in instruction.reads):
                     continue
@@ -214,5 +214,5 @@ def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | N
         return Stuck(computation.at, computation.unpulled)
     current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
     behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
-    # If no peer is behind, some peer waits for its own messages or weights.
+    # If no peer is behind, a peer waits for its own messages or weights.
     return Stuck(computation.at, behind or tuple(current))

@@ -33,7 +33,7 @@ Span = tuple[int, int]  # half-open interval
 
 @dataclass(frozen=True)
 class Role:
-    """Role of a stage in a pipeline; micro-batches are numbered across pipelines that share stages."""
+    """A stage's position in a pipeline; micro-batches are numbered across pipelines that share stages."""
 
     pipeline: int
     stage: int
@@ -46,9 +46,9 @@ class RankProgram:
 
     Attributes:
         strategy: the strategy's text with its fingerprint.
-        roles: one role per pipeline or interleaved stage; empty for an idle rank.
+        roles: one per pipeline of the stage, or per interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
-        layers: each interleaved stage's layers, as a half-open range.
+        layers: half-open range of layers of each interleaved stage.
     """
 
     rank: int

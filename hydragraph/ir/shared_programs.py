@@ -1,11 +1,11 @@
 """Programs of many ranks. Ranks of a *kind* share one body of instructions, and differ only in their peers.
 
-In a body, peer n is the n-th peer of the rank that runs the body. Example with two stages of two ranks each:
+Rank numbers in a body are indices into the peers of the rank that runs it. Example with two stages of two ranks each:
 
     body     send h1.0 -> rank 0
     peers    (2) for rank 0, which therefore sends to rank 2; (3) for rank 1
 
-A rank's peers are distinct, so a proof about one rank's values is valid for all ranks of its kind (`ir.verify`).
+A rank's peers are distinct, so a proof about one rank's values holds for all ranks of its kind (`ir.verify`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     Attributes:
         bodies: instructions of each kind; ranks of a kind have equal stages, layers, tp and micro-batches.
-        peers: for each rank, the ranks that its body calls peers 0, 1, ...
+        peers: for each rank, the ranks that its body calls 0, 1, ...
 
     Raises:
         ValueError: a rank's peers are not distinct, or their number differs from the body's.
@@ -75,7 +75,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @staticmethod
     def of(programs: Iterable[RankProgram]) -> SharedPrograms:
-        """Group programs into kinds, ordered by first rank."""
+        """Group programs into kinds, in the order of each kind's first rank."""
         if isinstance(programs, SharedPrograms):
             return programs
         return SharedPrograms.gather((replace(p, instructions=()), *numbered(p.instructions)) for p in programs)
@@ -84,7 +84,7 @@ class SharedPrograms(Sequence[RankProgram]):
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
         """Combine headers, bodies and peers; equal bodies of one kind are merged."""
         number: dict[Hashable, int] = {}
-        kind_of: dict[tuple[Hashable, int], int] = {}  # by identity of the body, so that bodies are compared only once
+        kind_of: dict[tuple[Hashable, int], int] = {}  # keyed by body identity, to compare bodies only once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -96,7 +96,7 @@ class SharedPrograms(Sequence[RankProgram]):
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
-                # An id may be reused unless its body is kept alive.
+                # Ids of bodies that are not kept alive may be reused.
                 if bodies[kind] is body:
                     kind_of[quick] = kind
             else:

@@ -1,11 +1,11 @@
-"""Texts of shared programs, and their parser. There is one text per kind of program, and a table of the ranks.
+"""Texts of shared programs, and their parser: one text per kind of program, and a table of ranks.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A
     ranks.txt       rank  kind  P  T    peers
                     0     0     0  0-1  2
 
-A rank's row gives the values of R, P, T, A, B, ... in its kind's text.
+A rank's row gives its values of R, P, T, A, B, ... in its kind's text.
 """
 
 from __future__ import annotations

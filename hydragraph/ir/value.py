@@ -15,7 +15,7 @@ A value is a string of one of these forms:
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
     W.{bucket}@{n}, G.{bucket}@{n}     values of the bucket's n-th streamed pull or push (`passes.stream`)
-    {value}>{r}  MESSAGE               an h or d on its way to rank r; complete after the send
+    {value}>{r}  MESSAGE               an h or d that is being sent to rank r
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a streamed pull or push; `turn` is its index among the bucket's pulls or pushes."""
+    """Return the name of a streamed pull or push, whose index among the bucket's pulls or pushes is `turn`."""
     return f"{bucket}@{turn}"
 
 

@@ -65,7 +65,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # Ranks of a kind differ only in peers, and only the checks of messages depend on peers.
+    # Check one rank per kind: ranks of a kind differ only in peers, and only checks of messages read peers.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -257,7 +257,7 @@ def _work(
 
 
 def _check_values(program: RankProgram) -> None:
-    """Check that values are written before their use, freed once after their last use, and awaited across streams."""
+    """Check that values are written before use, awaited if written on another stream, and freed once after last use."""
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
@@ -302,7 +302,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
-    # A communicator matches the ranks' pulls by their order, and pushes likewise, so all ranks must use one order.
+    # Communicators match pulls, and pushes, by their order, so all ranks must use the same order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:

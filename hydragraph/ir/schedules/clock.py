@@ -41,7 +41,7 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, Shape, Work
 
-Ticks = int  # a unit so small that all times are integers
+Ticks = int  # time in a unit for which all times are integers
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Beat:
     """Times at which one stage runs a pipeline's micro-batches.
 
     Attributes:
-        arrives: duration of the previous stage's forward of the first micro-batch; on the first stage, `forward`.
+        arrives: time of the previous stage's forward of micro-batch `first`; on the first stage, equal to `forward`.
         every: time from one micro-batch to the next.
         pause: additional time between sets of `set` micro-batches.
     """

@@ -9,8 +9,8 @@ gradients. `F1.4` is the forward of micro-batch 4 in pipeline 1, and `F4` in pip
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-Stages on the same devices share a row. If they belong to one pipeline (interleaved stages), `F0:1` is the forward of
-micro-batch 0 through the second of them:
+Stages on the same devices share a row. In interleaved stages (of one pipeline), `F0:1` is the forward of micro-batch 0
+in the second stage of the row:
 
     stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
     stage 1  .    F0   F1   F0:1 B0:1 F1:1 B1:1 B0   B1
@@ -200,7 +200,7 @@ class Schedule:
                 raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs later")
 
     def in_flight(self, stage: int) -> int:
-        """Return how many micro-batches a row holds at most; it holds each from its forward to its last gradient."""
+        """Return the largest number of micro-batches in flight on a row, each from its forward to its last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -278,7 +278,7 @@ class Schedule:
     def begins(
         self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[int]] | None = None
     ) -> list[list[int]]:
-        """Return when each action begins; the row of a deadlocked stage ends before the action that never begins.
+        """Return when each action begins; a deadlocked row ends before the action that never begins.
 
         Args:
             lengths: length of each row's actions; default: 1.

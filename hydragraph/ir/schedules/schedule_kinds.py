@@ -32,7 +32,7 @@ ALL_IN_FLIGHT = gpipe.NAME
 
 @lru_cache(maxsize=64)
 def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
-    """Return the schedule of a kind; in mode "evaluate", it has only forwards."""
+    """Return the schedule of a kind, with only forwards in mode "evaluate"."""
     if mode == "evaluate":
         stages = range(shape.size)
         return Schedule(kind, tuple(tuple(action for _, action in forwards_of(shape, stage)) for stage in stages))
@@ -41,14 +41,14 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return how many micro-batches each stage holds at most, or None if a stage holds all of them."""
+    """Return the largest number of micro-batches in flight on each stage, or None if all of them are."""
     count = stages + 1
     schedule = KINDS[kind](Shape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return how many micro-batches each stage holds at most, if a pipeline runs `count` of them."""
+    """Return the largest number in flight on each stage of a pipeline with `count` micro-batches."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
