@@ -3,7 +3,7 @@
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-Fusing the addition saves two thirds of dW's memory traffic. `beta` is 0 for the first micro-batch, else 1.
+Fusing the addition saves two thirds of dW's memory traffic. `beta` is 0 for the first micro-batch, then 1.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds a gradient to a buffer (`added`) if it is a product with one reader."""
+    """Return a variant whose backward adds gradients to buffers (`added`) if they are products with one reader."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
     # The hidden state's gradient is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # The output must count as a user of each gradient.
+    # Add the output now, to count as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None

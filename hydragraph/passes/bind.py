@@ -1,4 +1,4 @@
-"""Pass `bind`: move a graph's constants and new tensors to the device that the graph will run on."""
+"""Pass `bind`: move a graph's constants and new tensors to the device on which the graph runs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait until its bucket fits in the limit; a single bucket always fits."""
+    """Make every pull or push wait until its bucket fits in the limit; a bucket alone always fits."""
     room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()
@@ -35,9 +35,9 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, but start a forward between pulls once a pull has waited for all its weights.
+    """Put a rank's pulls before its work; run a forward between pulls once a pull has waited for its weights.
 
-    Only a first stage computes between pulls: a later stage would have to wait for a hidden state.
+    Only a first stage runs forwards between pulls; a later stage would have to wait for a hidden state.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -67,9 +67,9 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the index in a rank's work from which on waiting for pushes does not delay other ranks.
+    """Return the first index in a rank's work where waiting for pushes does not delay other ranks.
 
-    On later stages, this is the end of the work, because not all ranks of a stage send.
+    On later stages, it is the end of the work, because not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

@@ -21,7 +21,7 @@ NO_OPS = frozenset(
         *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     }
 )
-# These assertions concern the example's sizes; `prove_sizes` covers all sizes.
+# Assertions hold for the example's sizes; `prove_sizes` covers all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
@@ -102,7 +102,7 @@ def _is_no_op(node: fx.Node) -> bool:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
-    # A meta device comes from tracing, not from the model.
+    # Tracing, not the model, chose a meta device.
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 

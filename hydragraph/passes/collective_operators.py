@@ -1,7 +1,7 @@
 """Tensor-parallel collectives as operators of the forward graph, and their backwards.
 
-These operators have no implementation: after differentiation, calls of the runtime's `collectives` replace them. The
-states R (replicated), P (partial sum) and S (sharded by tokens) are those of `hydragraph.passes.shard`.
+The operators have no implementation: after differentiation, calls of the runtime's `collectives` replace them. States
+are R (replicated), P (partial sum) and S (sharded by tokens), as in `hydragraph.passes.shard`.
 
                forward             backward
     tp_enter   R -> R  no-op       P -> R  all_reduce
@@ -33,11 +33,10 @@ for _name in ("tp_enter", "tp_sum", "tp_max"):
     define(f"hydragraph::{_name}", "(Tensor x) -> Tensor")
 for _name in _LONGER | _SHORTER:
     define(f"hydragraph::{_name}", "(Tensor x, SymInt dim, SymInt ranks) -> Tensor")
-# hidden (R), this rank's rows of the head, from row `start` -> the loss (R), and the gradients of hidden (P) and of the
-# rows. `rows`: approximate rows per rank, equal on all ranks; `classes`: total rows on all ranks; `smoothing`: label
-# smoothing.
+# Inputs: hidden (R); this rank's rows of the head, from row `start`; `rows`: approximate rows per rank, equal on all
+# ranks; `classes`: total rows on all ranks. Results: the loss (R), and the gradients of hidden (P) and of the rows.
 define("hydragraph::tp_head_loss", f"({_HEAD}, float smoothing, SymInt classes) -> (Tensor, Tensor, Tensor)")
-# The same inputs -> each token's loss and log-sum-exp (R).
+# The same inputs. Results: each token's loss and log-sum-exp (R).
 define("hydragraph::tp_head_token_losses", f"({_HEAD}) -> (Tensor, Tensor)")
 
 

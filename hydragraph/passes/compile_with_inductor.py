@@ -1,8 +1,8 @@
 """Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that are not compiled.
 
-Collectives stay uncompiled. Operators that sum rows stay uncompiled if Inductor's version sums in thread-arrival
-order, which is not deterministic. Runs of operators with too little to fuse, such as views and one matrix product, are
-not compiled either.
+Collectives stay uncompiled. Operators that sum rows stay uncompiled if Inductor's version sums in the order of thread
+arrival, which is not deterministic. Runs of operators with too little to fuse, such as views and one matrix product,
+also stay uncompiled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 BACKENDS = ("inductor", "eager")
 # Value of the first symbolic size when kernels are tuned.
 TUNED = 2048
-# Maximum compiled versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum number of versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
@@ -89,7 +89,7 @@ def compile_variant(
     """Return an equivalent variant with compiled graphs.
 
     Args:
-        variant: traced on CPU with contiguous weights.
+        variant: variant traced on CPU with contiguous weights.
         strides: parameter name -> strides of its shard in a flat buffer. Other inputs are made contiguous.
         device: device of the inputs, except 0-d integers, which are on the CPU.
 
@@ -124,7 +124,7 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
 
 
 class GraphPiece(nn.Module):
-    """Compiled part of a graph, called with the values of `symbols`, then the inputs; it returns a tuple.
+    """Compiled part of a graph. Its arguments are the values of `symbols`, then the inputs; it returns a tuple.
 
     Attributes:
         graph: uncompiled graph, run if a size is 0 or 1 or no compiled code supports the sizes.
@@ -137,7 +137,7 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # The sizes differ, because Inductor would otherwise merge the symbols of tokens and sequences.
+        # Each symbol gets another size, because Inductor merges symbols of equal size.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:

@@ -52,7 +52,7 @@ class Variant:
             name in `gradients`.
         inputs: names of parameters, buffers and template inputs, then `start_of` each name in `vocabulary`, and
             "collectives" if the forward communicates.
-        needs: each is "saved.{i}", a parameter's name, "tangent" (the output's gradient), or "collectives".
+        needs: names "saved.{i}", parameters' names, "tangent" (the output's gradient), or "collectives".
         gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.
         vocabulary: parameters sharded along the vocabulary; see `start_of`.
     """
@@ -108,7 +108,7 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     joint, values, outputs = joint_of(spec, sharded)
-    # Without trainable parameters the partitioner cannot find a cut.
+    # The partitioner cannot split a graph without trainable parameters.
     if budget is True or not any(results_of(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     elif budget:
@@ -158,7 +158,7 @@ def _given(collective: fx.Node) -> list[Any]:
 
 def _bind(module: fx.GraphModule) -> bool:
     graph = module.graph
-    # "enter" became a sum in the backward, and is a no-op in the forward.
+    # An "enter" is a no-op in the forward; its backward is a separate sum.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

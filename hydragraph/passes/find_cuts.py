@@ -49,7 +49,7 @@ NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Raised if an operator needs the whole value that candidates would shard."""
+    """Raised if an operator needs a whole value, but `origins` would shard it."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -57,7 +57,7 @@ class _Conflict(Exception):  # noqa: N818
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
-    """Analyse a forward graph; parameters named in `excluded` stay whole."""
+    """Find the cuts of a forward graph; parameters named in `excluded` stay whole."""
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -201,7 +201,7 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return the nodes from a value back to its parameter, each with the index of the given dimension."""
+        """Return the nodes from a value back to its parameter, each with its index of dimension `dim`."""
         chain = [(node, dim)]
         while len(node.users) == 1:
             if node.op == "placeholder":
@@ -223,7 +223,7 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        # Do not shard a narrow LoRA adapter whose whole result is added to a sharded one.
+        # Do not shard a narrow LoRA adapter if its summed result is added to a sharded value.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:

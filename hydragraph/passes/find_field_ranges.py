@@ -1,6 +1,6 @@
-"""Search for the valid ranges of a batch's fields, as limited by indexed tables and by the loss.
+"""Search for the valid ranges of a batch's fields, limited by the tables that they index and by the loss.
 
-A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47.
+If a table of 50 rows is read at `position_ids + 2`, as in OPT, valid positions are -2 to 47.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # The block aux may return fields, such as positions, to other blocks.
+    # The block aux may pass fields, such as positions, to other blocks.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
     seen = set()

@@ -43,7 +43,7 @@ class Head:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph over unsharded weights with the fused operator, or the given graph if it has no head to fuse."""
+    """Fuse the head of a graph with unsharded weights; return the given graph if it has no head to fuse."""
     graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
@@ -62,7 +62,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return a loss's head, or None if it has class weights, probabilities, a mean, a bias or smoothed token losses."""
+    """Return a loss's head; None for class weights, probabilities, means, smoothed token losses, or a bias."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)

@@ -1,4 +1,4 @@
-"""Accessors for parts of a forward graph's node."""
+"""Accessors for nodes of forward graphs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def product(node: fx.Node) -> Product | None:
 def is_grouped(node: fx.Node) -> bool:
     """Return whether a node multiplies rows by the weights of their experts.
 
-    The rows are [experts, rows, in], or sorted by expert.
+    The rows have shape [experts, rows, in] or are sorted by expert.
     """
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"

@@ -26,7 +26,7 @@ Graphs = Template | ShardedTemplate | Variant
 
 @dataclass(frozen=True)
 class GraphPass:
-    """Step from a template to a rank's graphs; `when` describes its condition, which `VariantSpec.passes` checks."""
+    """Step from a template to a rank's graphs; `when` describes the condition in `VariantSpec.passes`."""
 
     name: str
     when: str
@@ -104,7 +104,7 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
     """Run the passes that apply, in order, and yield the result of each.
 
     Args:
-        traced: already traced variant of an equal spec. If given, only `compile` runs.
+        traced: variant traced for an equal spec; if given, only `compile` runs.
 
     Raises:
         Unsupported: a pass does not support the block.
@@ -120,7 +120,7 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
 def make_variant(
     spec: VariantSpec, traced: Variant | None = None, keep: Callable[[VariantSpec, Variant], None] | None = None
 ) -> tuple[Variant, dict[str, float]]:
-    """Run all passes that apply; return the graphs that a rank runs, and the seconds that each pass took.
+    """Run all passes that apply; return the graphs that a rank runs, and each pass's seconds.
 
     Args:
         keep: called with the spec and its variant if this call traces the variant.

@@ -1,4 +1,4 @@
-"""Joint forward and backward graph of a sharded template, traced once for all degrees where this is proven valid.
+"""Joint forward and backward graph of a sharded template, traced once for all degrees if this is proven valid.
 
 Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
 ("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
@@ -7,8 +7,8 @@ appears, because all ranks together have degree times as many tokens as one rank
 second prime Q.
 
 The model's own numbers are less than Q and P, so they remain distinguishable from multiples of the primes after sums
-and products (Kronecker's substitution). A degree gets its own trace if a number may or may not be a multiple of a
-prime, if the degree does not divide a share, or if a share becomes 1, because PyTorch specializes on 1.
+and products (Kronecker's substitution). A degree gets its own trace if it is unclear whether a number is
+a multiple of a prime, if the degree does not divide a share, or if a share becomes 1, because PyTorch specializes on 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # bounds of an unlimited slice
 _KEPT = 16  # cached traces
-_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # encoded, because later passes may change a trace's sizes
+_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # as data, because later passes may change sizes
 
 
 class _NotProvenError(Exception):
@@ -98,7 +98,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
 
 
 def wide_part(sequence_parallel: bool) -> StagePart:
-    """Return the stage part to trace for all degrees; without sequence parallelism, any degree gives the same trace."""
+    """Return the stage part to trace for all degrees; its degree is arbitrary without sequence parallelism."""
     return StagePart(StageKind(RANKS, True) if sequence_parallel else StageKind(2))
 
 
@@ -140,7 +140,7 @@ def _wide_trace(
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
-        # Sizes exceed any machine's memory, so any error may occur.
+        # Wide sizes exceed any machine's memory, so any error may occur.
         _LOG.debug("template %s has no trace that is valid for all degrees: %s", template.name, error)
         return None
 
@@ -153,7 +153,7 @@ def _widened(parameter: Parameter) -> Parameter:
 
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    # The converted forward must equal the degree's own forward, with equal inputs, because shards may be uneven.
+    # Shards may be uneven, so the converted forward must equal the degree's own forward, with equal inputs.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:

@@ -48,7 +48,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
     while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
-        # Iterate in graph order, so that all processes break ties between equally cheap storages alike.
+        # Iterate in graph order, so that all processes choose the same among equally cheap storages.
         costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes if key not in dropped}
         cheapest = min(costs, key=lambda key: (costs[key] - cost) / sizes[key])
         if math.isinf(costs[cheapest]):

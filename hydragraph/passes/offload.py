@@ -26,7 +26,7 @@ def moves(size: int) -> bool:
 
 
 def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add the copies of an offloading stage, and free the device memory of copied values."""
+    """Copy an offloading stage's saved values to host memory and back, and free their device memory."""
     del mode  # evaluations save no values
     stage = placement.stage_of.get(program.rank)
     if stage is None or not stage.offload:
@@ -38,7 +38,7 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:
-            # The value must be off the device during at least one computation.
+            # The value must be off the device for at least one computation.
             if value.kind is ValueKind.SAVED and number - made[value] > 3:
                 of = (value.block, value.micro_batch)
                 host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))

@@ -1,4 +1,4 @@
-"""Propagation rules of operators: operands' cuts -> the result's cut, or None if the operator needs whole operands.
+"""Rules that derive the cut (sharding) of an operator's result from its operands' cuts (None: needs whole operands).
 
 `passes.tensor_cut` defines cuts; `passes.find_cuts` has an example. Operators that PyTorch tags pointwise need no rule.
 """
@@ -136,7 +136,7 @@ def _common(cuts: Cuts, values: Sequence[fx.Node], key: Callable[[Cut], object])
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # A part that is expanded to all heads is expanded to this rank's heads instead.
+    # A part that is expanded to all heads will be expanded to this rank's heads.
     parts = operands(node)[0]
     first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
@@ -176,13 +176,13 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     after = shape(node)[dim]
     if cut.pieces:
         return replace(cut, dim=dim) if _same(before, after) else None
-    # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16.
+    # [.., 64] -> [.., 4, 16]: each of the 4 entries is a unit of 16 elements.
     if after <= before:
         scale = cut.scale * (before // after)
         if not isinstance(scale, int):
             return None
         cuts.refine(cut, scale)
-    # [.., 4, 16] -> [.., 64]: each of the 64 is an element again.
+    # [.., 4, 16] -> [.., 64]: each of the 64 entries is an element.
     else:
         exact = Fraction(cut.scale) / (after // before)
         if exact.denominator != 1 and not cuts.origins[cut.lead].head:
@@ -192,7 +192,7 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
-    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None.
+    """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
     For [1, T, 4, 16] viewed as [T, 64], dimension 2 becomes dimension 1. For dimension 3, the result is None, because
     each rank's part would be scattered.
@@ -351,7 +351,7 @@ def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # x is [T, channels]; taps and bias must be sharded by channels, too (`find_cuts`).
+    # x is [T, channels]; taps and bias must also be sharded by channels (`find_cuts`).
     x, taps, bias, bounds = operands(node)[:4]
     cut = cuts.of(x)
     others = [taps] if bias is None else [taps, bias]

@@ -1,6 +1,6 @@
-"""Overlap: placement of pulls, pushes, receives and send waits, so that communication overlaps with computation.
+"""Overlap: placement of pulls, pushes, receives and waits for sends, to overlap communication with computation.
 
-Exchanges of weights and gradients are collectives: every rank enters all of them, in the same order, without blocking.
+Pulls and pushes are collectives: every rank enters all of them, in the same order, without blocking.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     Pulls come first, in block order; pushes of trainable buckets follow in reverse. Messages still in flight are freed
     before the commit.
     """
-    if placement.streams:  # receives are not posted early, because waits would delay exchanges
+    if placement.streams:  # do not post receives early, which would delay pulls and pushes
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -56,7 +56,7 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with the backward.
 
-    Even a blocking receive is safe, because the previous stage runs that forward first. Backward receives are not
+    Even a blocking receive is safe, because the previous stage runs this forward first. Receives of gradients are not
     moved, because two stages could then wait for each other.
     """
     early: list[Instruction] = []

@@ -30,7 +30,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 def rank_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> tuple[RankProgram, ...]:
-    """Build the programs of all ranks for one iteration, idle ranks included.
+    """Build the programs of all ranks, including idle ones, for one iteration.
 
     Args:
         micro_batches: number of micro-batches of each pipeline, 0 or more.
@@ -90,7 +90,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
 def rank_program(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> RankProgram:
-    """Build one rank's program, as in `rank_programs`, at a fraction of the cost."""
+    """Build one rank's program as `rank_programs` does, but faster."""
     *_, (_, program) = after_each_pass(outline, strategy, micro_batches, rank, mode, ranks=ranks)
     return program
 

@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlacedRole(Role):
-    """Role of a stage in one of its pipelines, and its neighboring stages.
+    """Role of a stage in a pipeline, and its neighboring stages.
 
     Attributes:
         previous, following: ranks of the neighboring stages, in tensor-parallel order; empty at the ends.
@@ -34,12 +34,12 @@ class PlacedRole(Role):
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """Stage with micro-batches to run, or all interleaved stages of the same ranks.
+    """Stage that runs micro-batches, or all interleaved stages on the same ranks.
 
     Attributes:
-        roles: one role for each of its pipelines with micro-batches, or for each interleaved stage.
+        roles: one for each pipeline that has micro-batches, or for each interleaved stage.
         layers: half-open range of layers of each interleaved stage.
-        blocks: the same range in block positions.
+        blocks: the same ranges in block positions.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -100,7 +100,7 @@ def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ..
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of the blocks and weights of one iteration.
+    """Placement of blocks and weights for one iteration.
 
     Attributes:
         stages: stages with micro-batches, ordered by pipeline and stage; shared and interleaved stages occur once.

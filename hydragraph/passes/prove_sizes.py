@@ -29,7 +29,7 @@ from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_nam
 # unrolled loops over tokens short.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# The second proof uses this multiple of the example's sizes, plus one, so that old and new sizes share no factor.
+# Proof 2 uses this multiple of the example's sizes, plus one, so that old and new sizes share no factor.
 _ELSEWHERE = 3
 # Larger numbers mean "no end" or "minus infinity".
 _LARGEST = 1 << 31
@@ -57,7 +57,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """Raise Unsupported if a traced graph is valid only for some sizes.
 
     Args:
-        exported: whether `torch.export` made the graph with dynamic sizes, which includes the first proof.
+        exported: whether `torch.export` made the graph with dynamic sizes, which implies proof 1.
     """
     placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):

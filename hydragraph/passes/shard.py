@@ -3,7 +3,7 @@
 Parameters become shards, sizes become local sizes, and "enter" and "exit" placeholders become collectives. The
 embedding and the loss become vocabulary-parallel. Each value is in one of four states:
 
-    R  replicated  the same on every rank of the stage
+    R  replicated  every rank has the same value
     U  by units    a rank has some columns or heads     `cuts.cut`: node -> `Cut`
     P  partial     a rank has one summand of the value  after a product in `cuts.rows`, until its "exit"
     S  by tokens   a rank has its own tokens            `parts`: node -> token dimension (sequence parallelism)
@@ -172,7 +172,7 @@ class _Rewrite:
         for table in dict.fromkeys(map(self._counted, source.graph.nodes)):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
-                # FX makes names unique, but inputs are bound by target.
+                # Inputs are bound by target, but FX makes only names unique.
                 start.target = start.name
                 self.starts[table] = start
         for node in source.graph.nodes:
@@ -324,7 +324,7 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
-        # `rows` is approximate, but equal on all ranks, because all ranks must use equal chunks.
+        # All ranks must use equal chunks, so `rows` is an approximation, equal on all ranks.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
@@ -345,7 +345,7 @@ class _Rewrite:
         return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
     def _check_value_heads(self, node: fx.Node, cut: Cut) -> None:
-        """Reject ranks that share a value head of linear attention, whose result would be added once per rank."""
+        """Reject ranks that share a value head of linear attention: its result would count once per rank."""
         if self.local_size(cut) * self.part.tp != cut.entries:
             heads = int(shape(operands(node)[0])[1])
             raise Unsupported(

@@ -2,11 +2,11 @@
 
 A streaming stage pulls a bucket one block before each block that uses it; consecutive blocks that use it share a pull.
 
-Every rank enters every exchange, so all ranks need one common order of exchanges. A timeline of the iteration, in which
-all pipelines take equally long, assigns a time to every computation. A pull has the time of the computation before the
-one that needs the weights. A push has the time of the computation that made the gradients. Each rank enters a pull
-before its own computations of that time, and a push after them. Therefore, a rank waits only for earlier events and
-cannot deadlock. Stages that need a bucket at the same time share one exchange.
+Every rank enters every exchange (pull or push), so all ranks need the same order of exchanges. A timeline of the
+iteration, in which all pipelines take equally long, assigns a time to every computation. A pull has the time of the
+computation before the one that needs the weights. A push has the time of the computation that made the gradients. Each
+rank enters a pull before its own computations of that time, and a push after them. Therefore, a rank waits only for
+earlier events and cannot deadlock. Stages that need a bucket at the same time share one exchange.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Turn:
     """Pull or push that all ranks enter.
 
     Attributes:
-        name: the bucket's name, or one made by `ir.value.streamed`; unique per operation.
+        name: the bucket's name or, if streamed, that of `ir.value.streamed`; unique per operation.
         stages: the ranks of every stage that takes part.
     """
 

@@ -31,13 +31,13 @@ class Cut:
 
     Attributes:
         scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads). It is a fraction
-            after an attention with value heads of another size than query heads.
+            after attention whose value heads and query heads differ in size.
         start, length: range of the lead's elements that this value covers.
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, which are sharded in the same way.
-        outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
+        outer: sizes that a view merged into the dimension, such as (T,) for [T, 4, 16] as [T * 4, 16].
         pieces: cuts of the values that are concatenated along the dimension.
-        parts: origins and offsets from `start` of corresponding elements; empty: the lead.
+        parts: origins, and their elements' offsets from the lead's `start`; if empty, the lead.
     """
 
     dim: int
@@ -98,7 +98,7 @@ class Cuts:
             origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
-        """Start a segment; return False if an origin has no such element."""
+        """Start a segment at element `at`; return False if an origin is not in `parts`."""
         parts = cut.parts or {(cut.lead, 0)}
         if not cut.origins <= {origin for origin, _ in parts}:
             return False
@@ -111,7 +111,7 @@ class Cuts:
         return sorted(b for b in self.origins[cut.lead].bounds if cut.start < b < cut.start + cut.length)
 
     def join(self, cuts: Sequence[Cut]) -> Cut | None:
-        """Return the first cut with all origins and bounds."""
+        """Return the first cut, extended by all cuts' origins and bounds, or None."""
         first = cuts[0]
         parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
         joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))

@@ -1,4 +1,4 @@
-"""Spec of a variant, that is, of the graphs of a block on one rank."""
+"""Spec of a variant, the graphs of a block on one rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class VariantSpec:
     """Everything that determines the graphs of one block on one rank.
 
     Attributes:
-        learning: local names of the parameters that get gradients, and "hidden" if it does.
-        partitioner: "min_cut" (functorch's) or "default" (saves all); ignored if the stage recomputes.
+        learning: local names of the parameters that get gradients, and "hidden" if the hidden state gets one.
+        partitioner: "min_cut" (functorch's) or "default" (saves everything); ignored if the stage recomputes.
         added: whether products add gradients to buffers where possible (`passes.accumulate`).
         backend: "eager", or "inductor", which compiles the graphs for `device`.
     """

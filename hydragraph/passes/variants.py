@@ -46,7 +46,7 @@ class Library(Protocol):
         """Return the variant of a spec, or None."""
 
     def source(self, spec: VariantSpec) -> str:
-        """Return an identifier of a spec's file content, or ""."""
+        """Return an identifier of the file content for a spec, or ""."""
 
 
 class Cache(Protocol):
@@ -63,7 +63,7 @@ class Variants:
     Args:
         partitioner, backend, fused_head, added: as in `VariantSpec`.
         device: device to which `get` binds eager graphs, which are cached for the CPU.
-        cache: searched if `library` lacks a variant; stores newly traced variants.
+        cache: searched if `library` has no such variant; stores newly traced variants.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Variants:
 
     def _key(self, spec: VariantSpec) -> Hashable:
         how = (spec.learning, self._how, spec.passes)
-        # A check may compare a file's graphs with traced graphs.
+        # A check may compare graphs from a file with traced graphs.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
@@ -127,7 +127,7 @@ class Variants:
         return self._backend == "eager"
 
     def lacks(self, strategies: Iterable[Strategy]) -> bool:
-        """Return whether some variant of these strategies is not compiled in this process."""
+        """Return whether this process must still compile a variant of these strategies."""
         return any(
             self._key(self.spec(block, part)) not in _shared
             for strategy in strategies

@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits.
 
-In an embedding, each rank looks up the tokens whose rows it has and uses zeros for other tokens. The embedding is the
-sum over the ranks. The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), where m is the
+In an embedding, each rank looks up the tokens whose rows it has and uses zeros for other tokens; the results are summed
+over the ranks. The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), where m is the
 largest logit. Each rank contributes its columns' part of the sum, and z_y - m if it has column y. Therefore, ranks
 exchange only the maximum and two numbers per token (Shoeybi et al., "Megatron-LM", section 3).
 """
@@ -27,7 +27,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
         start: first row of this rank's shard (0-d int64).
     """
     weight, ids, *rest = args
-    # Row 0, multiplied by 0, replaces rows of other ranks.
+    # For tokens of other ranks, look up row 0 and multiply it by 0.
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = graph.call_function(
