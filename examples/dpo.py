@@ -7,7 +7,7 @@ The loss of a pair, -log sigmoid(beta * margin), needs the log-probabilities of 
 
 in which each answer has a weight that depends only on the margin: log p(chosen) - log p(rejected), minus the same
 difference under the model before training. A step therefore first scores the answers of all pairs without gradients,
-and then trains on their tokens with the resulting weights, however they are packed. The result is exact, and costs one
+and then trains on their tokens with the resulting weights, in any packing. The result is exact, and costs one
 additional forward pass.
 
 python examples/dpo.py, or under torchrun.
@@ -51,7 +51,7 @@ def sequence(prompt: Tensor, answer: Tensor) -> dict[str, Tensor]:
 
 
 def log_ratios(exe: hg.Executable, pairs: Sequence[Pair]) -> Tensor:
-    """Return log p(chosen) - log p(rejected) of each pair under the current weights."""
+    """Return each pair's log p(chosen) - log p(rejected) under the current weights."""
     answers = [sequence(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
     chosen, rejected = exe.score(answers).view(-1, 2).T
     return chosen - rejected
@@ -93,7 +93,7 @@ def tiny() -> LlamaForCausalLM:
 
 
 def drawn(count: int) -> list[Pair]:
-    """Return pairs whose preferred answer is of small ids."""
+    """Draw pairs whose preferred answer consists of small ids."""
     half = VOCABULARY // 2
     draw = torch.Generator().manual_seed(1)
 

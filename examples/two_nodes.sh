@@ -17,8 +17,9 @@ During the run, disconnect the link for 3 s in another terminal, and read what b
 
     sudo ip -n hydragraph1 link set link1 down; sleep 3; sudo ip -n hydragraph1 link set link1 up
 
-PYTHON names the interpreter (default: .venv/bin/python if it exists, else python3). It needs root, ip and, for --rate,
-tc (iproute2). At the end it kills all processes in the namespaces hydragraph0 and hydragraph1, and removes them.
+PYTHON names the interpreter (default: .venv/bin/python if it exists, else python3). The script needs root, ip and, for
+--rate, tc (iproute2). At the end, it kills all processes in the namespaces hydragraph0 and hydragraph1, and removes the
+namespaces.
 EOF
 }
 
@@ -48,7 +49,7 @@ if [ "$(id -u)" -ne 0 ]; then
     exit 2
 fi
 if ip netns list | grep -qE '^hydragraph[01]\b'; then
-    echo "two_nodes.sh: is running, or was killed; then run: ip netns del hydragraph0; ip netns del hydragraph1" >&2
+    echo "two_nodes.sh: still running, or killed; if killed, run: ip netns del hydragraph0; ip netns del hydragraph1" >&2
     exit 2
 fi
 
