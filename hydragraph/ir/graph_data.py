@@ -66,7 +66,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the dtype and sizes of a node's tensor without building the tensor; None for other values."""
+    """Return the dtype and sizes of a node's tensor without building the tensor; None for non-tensors."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form

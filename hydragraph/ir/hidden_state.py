@@ -10,7 +10,7 @@ from hydragraph.private.graph_values import TensorForm
 
 
 def hidden_size(program: Program) -> int:
-    """Return H of the hidden state [1, T, H]."""
+    """Return the size H of hidden states [1, T, H]."""
     return int(_output(program, 0).sizes[-1])
 
 

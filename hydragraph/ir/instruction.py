@@ -76,7 +76,7 @@ RULES: Mapping[Op, Rule] = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of one rank.
+    """One operation of a rank on named values.
 
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".

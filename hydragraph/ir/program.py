@@ -75,7 +75,7 @@ class Block:
     Attributes:
         name: "embed", "layer.0", ..., "head".
         parameters: names within the model, in the template's order.
-        aux: index of the aux output for each input "other.i".
+        aux: for each input "other.i", the index of the aux output.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Program:
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         push_dtype: dtype of gradients sent to their owners.
-        window: maximum number of elements in flight in pulls, and separately in pushes; None: see `Outline`.
+        window: maximum number of elements in flight, separately for pulls and pushes; None: see `Outline`.
     """
 
     model: str
@@ -158,7 +158,7 @@ class Program:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """Parameters that get a gradient."""
+        """Names of parameters that get a gradient."""
         return frozenset(p.name for b in self.buckets if b.learns for p in b.parameters)
 
     @cached_property

@@ -33,7 +33,7 @@ class Outline:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
         elements: number of elements in each bucket; if empty, 1 each.
-        window: maximum number of elements in flight in pulls, and separately in pushes; None: see `room`.
+        window: maximum number of elements in flight, separately for pulls and pushes; None: see `room`.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
@@ -111,7 +111,7 @@ class Outline:
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[str, ...]]:
-        """Each block's buckets that have a gradient, in pull order."""
+        """Each block's buckets with a gradient, in pull order."""
         return {block: tuple(n for n in names if n not in self.frozen) for block, names in self.weights.items()}
 
     @cached_property

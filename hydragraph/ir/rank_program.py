@@ -79,7 +79,7 @@ def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> 
     """Return the text that `parse` reads; `comments` maps instruction indices to comments.
 
     Raises:
-        ValueError: the strategy's text or a comment would break the line structure.
+        ValueError: the strategy's text or a comment has characters that `parse` would misread.
     """
     if re.search(r"[#\n\r]", program.strategy) or program.strategy != program.strategy.strip():
         raise ValueError(f"strategy {program.strategy!r}: remove '#', line breaks and surrounding blanks")

@@ -50,7 +50,7 @@ class Variant:
         backward: takes `needs` in order, then two arguments for each name in `added`: the 2-D buffer to which the
             gradient is added, and beta, which is 0 to ignore the buffer's content, else 1. Returns one gradient per
             name in `gradients`.
-        inputs: names of parameters, buffers and template inputs, then `start_of` each name in `vocabulary`, and
+        inputs: names of parameters, buffers and template inputs; `start_of(name)` for each name in `vocabulary`; and
             "collectives" if the forward communicates.
         needs: names "saved.{i}", parameters' names, "tangent" (the output's gradient), or "collectives".
         gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.

@@ -74,7 +74,7 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[FieldRange]:
-    """Yield a block's limits, and record in `fields` each value that equals an input plus a constant."""
+    """Yield a block's limits on fields; record in `fields` each value that equals an input plus a constant."""
     template = program.templates[block.template]
     placeholders = placeholders_of(graph)
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))

@@ -71,7 +71,7 @@ def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
 
 
 def _sums_in_pieces(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Compute products for some of the tokens at a time, and all-reduce each piece during the next one."""
+    """Split products into pieces along the tokens, and all-reduce each piece while the next one is computed."""
     assert isinstance(graphs, Variant)
     return sums_in_pieces(graphs)
 

@@ -88,7 +88,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order, after the last forward and once gradients are complete; none waits before `free`."""
+    """Insert pushes in order, after the last forward and their gradients, and after index `free` if they must wait."""
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }

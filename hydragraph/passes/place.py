@@ -143,7 +143,7 @@ class Placement:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Cache of pass results that all ranks share, by mode."""
+        """Pass results that are equal for all ranks, cached by mode."""
         return {}
 
     def held(self, rank: int) -> frozenset[str]:
@@ -185,7 +185,7 @@ def refuse_streams(strategy: Strategy) -> None:
 def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(
-            f"strategy {strategy}: {strategy.layers} layers, but the model has {outline.layers}; make them equal"
+            f"strategy {strategy} has {strategy.layers} layers, but the model has {outline.layers}: make them equal"
         )
     if len(micro_batches) != len(strategy.pipelines) or min(micro_batches) < 0:
         raise ValueError(

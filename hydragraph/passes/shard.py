@@ -68,7 +68,7 @@ class ShardedTemplate:
     """Template instantiated for one rank of a stage.
 
     Attributes:
-        graph: forward over local shards. Its placeholders are those of the template, then one per name in `vocabulary`.
+        graph: forward graph over local shards. Its placeholders are the template's, then one per name in `vocabulary`.
         vocabulary: local names of the parameters that are sharded along the vocabulary, or whose product is sharded
             before a dropout. For each, the graph takes the rank's first row or column as an input (0-d int64).
     """
@@ -84,7 +84,7 @@ def shard(
     """Instantiate a template for one rank of a stage.
 
     Args:
-        parameters: local parameter names -> parameters of any block of the template.
+        parameters: local names -> parameters of any block that uses the template.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator.

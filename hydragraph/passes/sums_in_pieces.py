@@ -1,4 +1,4 @@
-"""Pass `sums_in_pieces`: compute products for some of the tokens at a time, and all-reduce each piece separately.
+"""Pass `sums_in_pieces`: split products into pieces along the tokens, and all-reduce each piece separately.
 
     before     u = x W;  s = all_reduce(u)
     after      s = all_reduce_product([x], [W])

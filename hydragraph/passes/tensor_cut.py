@@ -119,7 +119,7 @@ class Cuts:
         return joined if all(self.bound(joined, first.start + b) for b in bounds) else None
 
     def unit(self, cut: Cut) -> int:
-        """Return a value's unit, in elements of its lead."""
+        """Return the size of a value's unit, in elements of its lead."""
         lead = self.origins[cut.lead]
         units = [
             origin.unit * lead.head // origin.head if origin.head and lead.head else origin.unit

@@ -36,11 +36,11 @@ CAPACITY = 64  # large enough: models have about three templates, and strategies
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # time of each graph pass, in seconds
-_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants on devices
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants by device
 
 
 class Library(Protocol):
-    """Source of variants that no backend has compiled; `str` returns its location."""
+    """Source of traced, uncompiled variants; `str` returns its location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec, or None."""
@@ -50,7 +50,7 @@ class Library(Protocol):
 
 
 class Cache(Protocol):
-    """Store of variants that no backend has compiled."""
+    """Store of traced, uncompiled variants."""
 
     def variant(self, spec: VariantSpec) -> Variant | None: ...
 
@@ -94,13 +94,13 @@ class Variants:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _shared.update(self._known.items())  # as if compiled in this process
+        _shared.update(self._known.items())  # reuse them as if compiled here
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, block: Block, part: StagePart) -> Variant:
-        """Return a block's variant for one rank of a stage, bound to the device; cached."""
+        """Return a block's variant for one rank, bound to the device; compile it if necessary."""
         spec = self.spec(block, part)
         key = self._key(spec)
 
@@ -166,7 +166,7 @@ class Variants:
         self.strategies.update(others.strategies)
 
     def compile(self, strategies: Iterable[Strategy]) -> None:
-        """Compile the variants that any rank of these strategies runs."""
+        """Compile all variants that ranks run under these strategies."""
         for strategy in strategies:
             self.strategies.add(strategy)
             for block, part in self._parts(strategy):

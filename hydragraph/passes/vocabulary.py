@@ -20,7 +20,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows: int) -> fx.Node:
-    """Write this rank's part of an embedding.
+    """Add nodes for this rank's part of an embedding.
 
     Args:
         args: local weight [rows, H], ids [...], and optionally the padding id, whose row gets no gradient.
@@ -41,7 +41,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int, classes: int) -> fx.Node:
-    """Write the cross-entropy of logits whose columns are sharded over ranks; the result is equal on every rank.
+    """Add nodes for the cross-entropy of logits whose columns are sharded over ranks; all ranks get the same result.
 
     Args:
         args: local logits [T, columns], labels [T], class weights (None), reduction, ignored label, label smoothing.
@@ -78,7 +78,7 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
 
 
 def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
-    """Write each token's entropy from logits whose columns are sharded over ranks; the result is equal on every rank.
+    """Add nodes for the entropies of tokens whose logits are sharded over ranks; all ranks get the same result.
 
     Args:
         args: local logits [T, columns], labels [T], ignored label.

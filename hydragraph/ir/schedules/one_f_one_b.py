@@ -1,6 +1,6 @@
 """1F1B: a stage runs some forwards, then alternates one backward and one forward, then runs the last backwards.
 
-In a pipeline of S stages, stage s = 0, ..., S - 1 holds at most S - s micro-batches.
+In a pipeline of S stages, stage s (from 0) holds activations of at most S - s micro-batches.
 """
 
 from __future__ import annotations

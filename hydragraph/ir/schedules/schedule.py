@@ -187,7 +187,7 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def check(self, shape: Shape, mode: Mode = "train") -> None:
-        """Check that stages run all micro-batches in matching order, without deadlock; a ValueError names a cell."""
+        """Check that stages run all micro-batches in matching order, without deadlock; a ValueError names the cell."""
         if len(self.actions) != shape.size:
             raise ValueError(f"schedule {self.kind}: it has {len(self.actions)} stages, but {shape.size} are needed")
         for stage, row in enumerate(self.actions):
