@@ -17,10 +17,10 @@ from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.graph_footprint import Sizes, head_operands
 from hydragraph.ir.graph_data import value_of
 from hydragraph.kernels.cubin import usage
+from hydragraph.passes.collective_operators import RESULT
 from hydragraph.passes.compile_with_inductor import NO_WORK, TUNED, GraphPiece
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.graph_passes import modules_of
-from hydragraph.passes.overlap_collectives import RESULT
 from hydragraph.private.absent_gpu import BuiltKernel, launches
 from hydragraph.private.operator_schemas import makes_tensors
 from hydragraph.spec.record import from_record

@@ -1,7 +1,6 @@
 """Bytes that a rank sends for one block in tensor-parallel collectives.
 
-In a ring of t ranks (Patarasuk and Yuan, 2009), each rank sends (t - 1) / t * B for an all-gather or reduce-scatter of
-B bytes, and twice as much for an all-reduce. Sums for the loss of a sharded head are not counted.
+`hydragraph.passes.collective_operators.SENT` states the traffic of each collective.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from torch import fx
 
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.graph_footprint import Sizes
+from hydragraph.passes.collective_operators import SENT, STARTS
 from hydragraph.passes.differentiate import Variant
 from hydragraph.spec.stage_kind import StagePart
 
-_TIMES = {
-    **dict.fromkeys(("all_reduce_max", "start_all_reduce", "start_all_reduce_product"), 2),
-    **dict.fromkeys(("start_all_gather", "start_reduce_scatter"), 1),
-}
+_SENT = SENT | {start: SENT[name] for name, start in STARTS.items()}
 
 
 def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> int:
@@ -26,8 +23,8 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 
 
 def _moved(node: fx.Node, sizes: Sizes) -> int:
-    if node.op != "call_method" or node.target not in _TIMES:
+    if node.op != "call_method" or not _SENT.get(str(node.target)):
         return 0
     # The node's value is (result, operand). Count the unsharded one: for a reduce-scatter, the operand.
     result, *operand = sizes.storages(node).values()
-    return _TIMES[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)
+    return _SENT[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

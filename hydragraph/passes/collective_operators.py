@@ -81,6 +81,7 @@ register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses
 # The backward of tp_head_token_losses does not communicate: its gradient of hidden is this rank's part of a sum (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
+SUMMED = "all_reduce_product"  # of `sums_in_pieces`
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",
@@ -91,4 +92,18 @@ METHODS = {
     torch.ops.hydragraph.tp_head_loss.default: "head_loss",
     torch.ops.hydragraph.tp_head_token_losses.default: "head_token_losses",
 }
+# In a ring of t ranks, each rank sends this many times (t - 1) / t of the unsharded tensor (Patarasuk and Yuan, 2009).
+# A sharded head's loss exchanges a few numbers per token, which are not counted.
+SENT = {
+    "all_reduce": 2,
+    SUMMED: 2,
+    "all_reduce_max": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "split": 0,
+    "head_loss": 0,
+    "head_token_losses": 0,
+}
+STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}  # overlapped
+RESULT = "result"  # waits for a started collective
 IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -20,8 +20,8 @@ from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.passes.bind import bind
 from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.collective_operators import RESULT
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.overlap_collectives import RESULT
 from hydragraph.private.inductor import (
     LEAST,
     Code,

@@ -16,11 +16,8 @@ from dataclasses import replace
 from torch import fx
 
 from hydragraph.ir.graph_data import storages_of, value_of
+from hydragraph.passes.collective_operators import RESULT, STARTS
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.sums_in_pieces import SUMMED
-
-STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}
-RESULT = "result"
 
 
 def overlap_collectives(variant: Variant) -> Variant:

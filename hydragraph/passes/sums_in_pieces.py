@@ -15,13 +15,12 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.collective_operators import SUMMED
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS
 
 aten = torch.ops.aten
-
-SUMMED = "all_reduce_product"
 
 
 def sums_in_pieces(variant: Variant) -> Variant:

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from hydragraph.passes.accumulate import accumulate
+from hydragraph.passes.collective_operators import RESULT, STARTS
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.overlap_collectives import RESULT, STARTS, overlap_collectives
+from hydragraph.passes.overlap_collectives import overlap_collectives
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.passes.golden_template import check_golden
 from tests.passes.test_accumulate import layer

@@ -10,12 +10,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hydragraph.cluster.collectives import Collectives
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check.emulated_stage import generate_code, run_ranks
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
+from hydragraph.passes.collective_operators import METHODS, SENT, STARTS, SUMMED
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import shard
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
@@ -201,3 +203,10 @@ def test_ranks_share_no_value_heads_of_linear_attention(tp: int, message: str) -
     assert shard(template, parameters, StagePart(StageKind(2), 1)).graph is not None
     with pytest.raises(Unsupported, match=message):
         shard(template, parameters, StagePart(StageKind(tp), 0))
+
+
+def test_every_collective_states_its_traffic_and_is_a_method() -> None:
+    called = {*METHODS.values(), SUMMED}
+    assert SENT.keys() == called
+    started = {STARTS.get(name, name) for name in called}
+    assert all(hasattr(Collectives, name) for name in started)

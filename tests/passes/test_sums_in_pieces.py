@@ -11,9 +11,10 @@ from torch import fx
 
 from hydragraph.ir.graph_data import placeholders_of
 from hydragraph.passes.accumulate import accumulate
+from hydragraph.passes.collective_operators import SUMMED
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.overlap_collectives import overlap_collectives
-from hydragraph.passes.sums_in_pieces import SUMMED, sums_in_pieces
+from hydragraph.passes.sums_in_pieces import sums_in_pieces
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.passes.golden_template import check_golden
 from tests.passes.test_accumulate import layer
