@@ -41,8 +41,8 @@ class DocumentEncoder:
     """Converts documents to tokens.
 
     Attributes:
-        tokenizer: a tokenizer that neither truncates nor pads.
-        end: id of the end-of-text token, which is added to answers without a final special token.
+        tokenizer: must neither truncate nor pad.
+        end: id of the end-of-text token, which is appended to answers that do not end with a special token.
     """
 
     tokenizer: Tokenizer
@@ -56,7 +56,7 @@ class DocumentEncoder:
 
     @cached_property
     def _exact(self) -> Tokenizer:
-        """The tokenizer without its post-processor, which may trim offsets."""
+        """The tokenizer without its post-processor, which may change character offsets."""
         exact = Tokenizer.from_str(self.tokenizer.to_str())
         exact.post_processor = None
         return exact
@@ -117,7 +117,7 @@ class DocumentEncoder:
         if not any(targets):
             raise ValueError(f"{place}: the assistant's text has no tokens: remove the conversation")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
-            # The end token directly follows the model's output.
+            # Drop whitespace after the model's output, and append the end token.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return Encoded(ids, targets)
@@ -132,9 +132,9 @@ class DocumentEncoder:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return whether each token contains a character of the ordered, disjoint spans.
+    """Return whether each token contains a character of any span; spans are ordered and disjoint.
 
-    A token without characters counts as part of the following character.
+    A token without characters counts as the character after it.
     """
     starts = [start for start, _ in spans]
     within = []

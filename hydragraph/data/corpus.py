@@ -22,7 +22,7 @@ from hydragraph.errors import type_text
 
 @dataclass
 class CorpusReport:
-    """Counts of a corpus, updated by the iterator that `documents` returns."""
+    """Counts of read and skipped documents, updated by the iterator that `documents` returns."""
 
     documents: int = 0
     empty: int = 0
@@ -54,11 +54,11 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         paths: files and directories. Hidden entries, `__pycache__` and links to directories are skipped. In directories
             saved by `datasets`, only Arrow files are listed.
         suffixes: suffixes of the files to list from directories, such as `(".py", ".md")`. None: all record files
-            (.jsonl, .parquet, ...), except test and validation splits next to training splits; without record files,
-            all text files.
+            (.jsonl, .parquet, ...), without test and validation splits if there are training splits; if a directory
+            has no record files, all text files.
 
     Raises:
-        ValueError: a path or suffix is wrong, a file is reached twice, or the corpus has no file.
+        ValueError: a path or suffix is invalid, two paths lead to one file, or the corpus has no file.
     """
     for suffix in suffixes or ():
         if not suffix.startswith("."):
@@ -83,7 +83,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 @dataclass(frozen=True)
 class Placed:
-    """A document and its place: "chat.jsonl:3", "table.parquet: row 7"."""
+    """A document and its place, such as "chat.jsonl:3" or "table.parquet: row 7"."""
 
     place: str
     document: Document
@@ -105,10 +105,10 @@ def documents(
     removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
 
     Args:
-        limit: maximum number of records to read.
+        limit: maximum number of records.
 
     Raises:
-        ValueError: immediately, as for `files`; during iteration, if a field is missing or a file is damaged.
+        ValueError: `files` raises it, a field is missing, or a file is damaged.
         ImportError: the corpus has a table, and pyarrow is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
@@ -139,7 +139,7 @@ _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that text fil
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether a file that begins with `start` may be UTF-8 text; the last character may be incomplete."""
+    """Return whether a file that begins with `start` may be UTF-8 text; `start` may end within a character."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -226,10 +226,10 @@ def unread(
     fields: Fields = PLAIN,
     template: str | None = None,
 ) -> list[str]:
-    """Return the names of unread fields that are not empty in the first records of a file.
+    """Return the names of fields that the first records of a file contain, but that are not read.
 
     Args:
-        template: text of the chat template; message fields named in the template count as read.
+        template: text of the chat template; message fields that it names count as read.
     """
     report = CorpusReport()
     for path in files(paths, suffixes):

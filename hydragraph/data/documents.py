@@ -1,4 +1,4 @@
-"""Documents of a corpus, created from records."""
+"""Conversion of records (JSON objects and table rows) to documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = tuple[Mapping[str, Any], ...]
 Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 FORMATS = ("auto", *get_args(Format))
 
-# Speakers in ShareGPT's and LLaMA-Factory's conversations.
+# Roles of ShareGPT's and LLaMA-Factory's speakers.
 _SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
@@ -34,8 +34,8 @@ _CONVERSATIONS = "conversations"  # in LLaMA-Factory's files, the messages befor
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100  # ignored by PyTorch's cross entropy
-_UNTRAINED = ("weight", "train", "training")  # fields that exclude a message from training
-# Message fields that hydragraph reads, or that a template may leave out.
+_UNTRAINED = ("weight", "train", "training")  # fields whose value 0 excludes a message from training
+# Message fields that are never reported as unread.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.
@@ -68,14 +68,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """Alpaca record: a conversation if there is a chat template, else a completion of Alpaca's prompt."""
+    """Alpaca record, encoded as a conversation if the tokenizer has a chat template, else as `completion`."""
 
     completion: Completion = Completion("", "")
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids from another program, and whether each token is a target (None: all are)."""
+    """Token ids from another program; `targets`: whether each is a target (None: all are)."""
 
     ids: tuple[int, ...]
     targets: tuple[bool, ...] | None = None
@@ -95,10 +95,10 @@ class Fields:
     """Field names of a .jsonl object or a table row.
 
     Attributes:
-        format: one of `Format`, or "auto" to detect the format from a file's first record.
+        format: one of `Format`; "auto" detects it from a file's first record.
         messages: field with a list of {role, content} or of ShareGPT's {from, value}.
-        prompt, completion: fields that contain two texts or two lists of messages.
-        chosen, rejected: fields with the two answers, as texts, messages, or conversations with a common beginning.
+        prompt, completion: fields with a prompt and its completion, as texts or as messages.
+        chosen, rejected: fields with two answers, as texts, messages, or conversations with a common beginning.
     """
 
     format: str = "auto"
@@ -155,7 +155,7 @@ class Fields:
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
-        # Fields named by the user take precedence.
+        # Fields that the user names take precedence.
         if "alpaca" in possible and "completion" in possible and self.prompt == _INSTRUCTION:
             possible.remove("alpaca")
         if len(possible) > 1:
@@ -166,7 +166,7 @@ class Fields:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
-        """Return a record's document or pair of answers; None if its text is null."""
+        """Convert a record to a document or a pair of answers; return None if its text is null."""
         if format == "text":
             if self.text not in record:
                 raise ValueError(self._no_text(record, place))
@@ -192,7 +192,7 @@ class Fields:
             turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
             return self._conversation(record, turns, place)
         raise ValueError(
-            f"{place}: {self.prompt!r} is {type_text(prompt)} and {self.completion!r} {type_text(completion)}: "
+            f"{place}: {self.prompt!r} is {type_text(prompt)}, and {self.completion!r} is {type_text(completion)}: "
             "give two texts, or two lists of messages"
         )
 
@@ -205,8 +205,8 @@ class Fields:
             return self._texts(record, chosen, rejected, place)
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise ValueError(
-                f"{place}: one of {self.chosen!r} and {self.rejected!r} is a text and the other a conversation: give "
-                "two texts, or two lists of messages"
+                f"{place}: only one of {self.chosen!r} and {self.rejected!r} is a text: give two texts, or two lists "
+                "of messages"
             )
         return Preference(*self._compared(record, chosen, rejected, place))
 
@@ -297,7 +297,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations; their common first messages, but never a last message, are not trained on."""
+    """Yield both conversations, with weight 0 for the first messages that they share, except a last message."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -324,7 +324,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord:
     history = record.get(_HISTORY) or []
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise ValueError(f"{place}: {_HISTORY!r} has {turn!r}: give pairs of a prompt and its answer")
+            raise ValueError(f"{place}: {_HISTORY!r} has {turn!r}: give a list of [prompt, answer] pairs")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     messages.append({"role": "user", "content": "\n".join(text for text in (instruction, input_text) if text)})
     messages.append({"role": "assistant", "content": output})
@@ -341,7 +341,9 @@ def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
         if not isinstance(values, list) or not all(type(value) is int for value in values):
             raise ValueError(f"{place}: {name!r} is not a list of whole numbers: give the ids of one document")
         if len(values) != len(ids):
-            raise ValueError(f"{place}: {name!r} has {len(values)} entries and {_IDS!r} {len(ids)}: give equal lengths")
+            raise ValueError(
+                f"{place}: {name!r} has {len(values)} entries, but {_IDS!r} has {len(ids)}: give equal lengths"
+            )
     kept = [i for i, present in enumerate(columns.get(_MASK, [1] * len(ids))) if present]
     labels = columns.get(_LABELS)
     if labels is not None:
@@ -397,7 +399,7 @@ def _messages(value: object, name: str, place: str) -> Messages:
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is {type_text(message)}: give a mapping with role and content")
-    # Without this, templates would write missing fields as nulls.
+    # Templates would write null fields as text.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
         converted["role"] = converted.pop("from")
@@ -414,7 +416,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         role = converted["role"] = _SPEAKERS.get(role.lower(), role.lower() if role.lower() in _ROLES else role)
     if not isinstance(role, str) or not role:
         raise ValueError(
-            f"{where} has no role, only {sorted(map(str, message))}: add a role, such as user or assistant"
+            f"{where} has no role; its fields are {sorted(map(str, message))}: add a role, such as user or assistant"
         )
     content = converted.get("content")
     if isinstance(content, list):
@@ -476,7 +478,7 @@ def _json(text: str, name: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: {name!r} is a text that is not JSON ({error}): give valid JSON") from error
+        raise ValueError(f"{place}: {name!r} is not valid JSON ({error}): correct it") from error
 
 
 def shared_length(first: str, second: str) -> int:

@@ -50,7 +50,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Split documents into chunks of `max_length` tokens; the last may be shorter, but a single token is dropped."""
+    """Split documents into chunks of `max_length` tokens; a last chunk may be shorter, but has at least 2 tokens."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -60,7 +60,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return one split of a document's pieces; the last pieces are held out."""
+    """Return the pieces of one document that belong to `split`; the last pieces are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(
@@ -71,10 +71,10 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
-    """Return the documents of one split, in file order; the last documents of a seeded shuffle are held out.
+    """Return the indices of a split's documents, in order; the last documents of a seeded shuffle are held out.
 
     Args:
-        heldout: fraction of documents to hold out. If it is above 0, both splits get at least one document.
+        heldout: fraction of documents to hold out; if above 0, both splits get at least one document.
     """
     if heldout and count < 2:
         raise ValueError(
@@ -90,22 +90,22 @@ Drawn = Tensor | dict[str, Tensor]
 
 
 class MiniBatches(Iterator[list[Drawn]]):
-    """Endless mini-batches; each epoch has every chunk once, in an order drawn from (seed, epoch).
+    """Endless mini-batches; each epoch returns every chunk once, in an order drawn from (seed, epoch).
 
     Chunks are added to a mini-batch, even across epochs, until the next chunk would exceed the budget. The stream
-    depends only on the file and the settings.
+    depends only on the file and the arguments.
 
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
-        heldout: fraction of documents to hold out; in a file with one document, of its pieces.
-        split_seed: seed that selects the held-out documents; keep it when `seed` changes.
+        heldout: fraction of documents to hold out; if there is only one, fraction of its chunks.
+        split_seed: seed that selects the held-out documents, independently of `seed`.
         overlong: "cut" or "drop" documents longer than `max_length`.
         pairs: whether documents 2i and 2i + 1 are a pair of answers, which share a mini-batch. If an answer is too
             long, "cut" keeps its first `max_length` tokens, and "drop" skips the pair.
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: score of each chunk, added to the sequence as "reference".
+        scores: score of each chunk, returned with its sequence as "reference".
 
     Raises:
         ValueError: the split has no document of at least two tokens.
@@ -164,7 +164,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._order = self._epoch_order(0)
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch: int64 [length] per sequence, and labels unless all tokens are targets."""
+        """Return the next mini-batch; each sequence is int64 [length], with labels unless all tokens are targets."""
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ class MiniBatches(Iterator[list[Drawn]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state_dict`; raise a ValueError if the file or the settings differ."""
         for name, mine in self._settings.items():
-            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # values used by earlier versions
+            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # earlier versions had no such keys
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: {name} is {theirs!r}, but {mine!r} in this stream: "
@@ -277,7 +277,7 @@ def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> 
 def _shuffle(count: int, *key: int) -> _Indices:
     """Return a permutation of range(count) that depends only on the key.
 
-    Later versions of NumPy may change `permutation`, but not a bit generator's stream (NEP 19).
+    Versions of NumPy may differ in `permutation`, but not in a bit generator's stream (NEP 19).
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")

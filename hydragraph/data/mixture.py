@@ -9,12 +9,12 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches in which each corpus's share of the tokens matches its weight, to within one sequence.
+    """Endless mini-batches; each corpus's share of the tokens matches its weight, to within one sequence.
 
-    The next sequence is taken from the corpus that is furthest below its share.
+    Each sequence is taken from the corpus with the fewest tokens so far, relative to its weight.
 
     Args:
-        members: streams of the corpora; their token budgets are ignored.
+        members: streams of the corpora; `tokens` replaces their own limits.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:

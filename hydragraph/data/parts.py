@@ -1,4 +1,4 @@
-"""Encoded documents, stored in parts so that an interrupted preparation can continue."""
+"""Encoded documents in part files, so that an interrupted data preparation can continue."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
-_EVERY_S = 20.0  # maximum time in seconds between two writes
+_EVERY_S = 20.0  # seconds of encoding per part
 
 
 class EncodedParts:
-    """Encoded documents of one corpus; each part holds `every_s` seconds of work."""
+    """Encoded documents of one corpus; each part takes about `every_s` seconds to encode."""
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
         self._directory = directory
@@ -32,7 +32,7 @@ class EncodedParts:
     def encoded(
         self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Encode the remaining documents; after each part, yield the number encoded so far.
+        """Encode the documents that no part contains; after each part, yield the number encoded so far.
 
         Args:
             documents: the whole corpus, always in the same order.

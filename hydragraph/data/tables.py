@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 
 def columns(path: Path) -> list[str]:
-    """Return the names of a table's columns.
+    """Return a table's column names.
 
     Raises:
         ValueError: the table cannot be read.
@@ -31,7 +31,7 @@ def columns(path: Path) -> list[str]:
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield the wanted columns of each row, or None for a row that is not UTF-8; `columns` lists the errors."""
+    """Yield the wanted columns of each row, or None for a row that is not UTF-8; raise the errors of `columns`."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):
@@ -64,7 +64,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 @contextmanager
 def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Open a table; yield its column names, and a function that returns batches of rows with given columns."""
+    """Open a table; yield its column names, and a function that reads given columns in batches of rows."""
     kind = _KINDS[suffix_of(path)]
     try:
         import pyarrow

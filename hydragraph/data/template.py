@@ -1,4 +1,4 @@
-"""Chat templates, and the spans of rendered text that are trained on."""
+"""Chat templates, and the spans of their output that are trained on."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template. If it has `{% generation %}` blocks, their output is trained on; otherwise, the content and
-            end token of each trained message.
+        text: the template. If it has `{% generation %}` blocks, their output is trained on; otherwise, the content
+            and end token of each trained message are.
         special: special tokens by name, such as {"bos_token": "<s>"}.
         train_on: "assistant" (train on all assistant messages), "last" (only the last one) or "all" (every token).
     """
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """Format in which a template gets messages; `parts`: contents are lists; `texts`: tool arguments are strings."""
+    """Message format of a template; `parts`: contents are lists; `texts`: tool arguments are JSON strings."""
 
     parts: bool = False
     texts: bool = False
@@ -243,7 +243,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn's content and end token, even if the template renders the last turn differently."""
+        """Return the span of a turn like `turn`, if the template renders a last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:
@@ -276,7 +276,7 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the span of the text that changes with a message's content; None if the content is not rendered."""
+        """Return the span of the text that depends on a message's content; None if the content is not rendered."""
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
         try:

@@ -1,14 +1,14 @@
-"""A corpus's tokens in one memory-mapped file.
+"""Memory-mapped file with the tokens of a corpus.
 
 The file is little-endian and contains, in this order:
 
-    header     128 bytes: the fields of `_Header`, their hash, zeros
+    header     128 bytes: the fields of `_Header`, their hash, and zeros
     tokens     uint16 if the vocabulary fits, else uint32; in a file with targets, the highest bit marks tokens that are
                not targets, and the other bits hold the id
     padding    zeros up to a multiple of 8 bytes
-    offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
+    offsets    int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]]
 
-Tokens come before offsets, because the number of documents is known only at the end.
+Tokens precede offsets, because the number of documents is known only at the end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Header:
     """Header of a token file.
 
     Attributes:
-        tokens: number of tokens in the file, including end-of-text tokens.
+        tokens: number of tokens, including end-of-text tokens.
     """
 
     item_bytes: int
@@ -77,7 +77,7 @@ class _Header:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A memory-mapped, read-only file of tokenized documents; use `TokenFile.open` to open it.
+    """A memory-mapped, read-only file of tokenized documents.
 
     Attributes:
         lengths: tokens per document, including the end-of-text token; int64 [documents].
@@ -95,7 +95,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file, and check everything except the tokens (see `verify`)."""
+        """Map a file and check its header, size and offsets, but not its tokens."""
         header = _read_header(path)
         # asarray, because operations on a memmap would return memmaps.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
@@ -108,7 +108,7 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Check the file's checksum; raise a ValueError if the file is damaged."""
+        """Compare the content with its checksum; raise a ValueError if they differ."""
         digest = hashlib.sha256()
         read = 0
         with self.path.open("rb") as file:
@@ -137,12 +137,12 @@ class TokenFile:
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the number of targets in each piece, not counting the piece's first token."""
+        """Count the targets in each piece, without its first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
         before = np.zeros((2, len(first)), np.int64)
-        for at in range(0, len(self._tokens), _READ_BYTES):  # the file may exceed memory
+        for at in range(0, len(self._tokens), _READ_BYTES):  # the file may be larger than memory
             target_positions = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
             before[0] += np.searchsorted(target_positions, first + 1)
             before[1] += np.searchsorted(target_positions, first + lengths)
@@ -169,7 +169,7 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A document as tokens.
+    """Tokens of a document.
 
     Attributes:
         targets: whether each token is a target; None: all tokens are targets.
@@ -187,7 +187,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 def write_encoded(
     path: Path, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
-    """Write documents; the file appears only when it is complete.
+    """Write a token file, which appears only when it is complete.
 
     Args:
         vocabulary: exclusive upper bound of the token ids.

@@ -24,10 +24,10 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Train a byte-level BPE; the result does not depend on the order of `texts`.
+    """Train a byte-level BPE tokenizer; the order of `texts` does not matter.
 
     Args:
-        vocab_size: maximum number of tokens, including special tokens and 256 bytes.
+        vocab_size: maximum vocabulary size, including special tokens and 256 bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
@@ -47,10 +47,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer.json file, or a directory with one, without truncation and padding."""
+    """Load a tokenizer from its tokenizer.json file or directory; disable truncation and padding."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or a directory that has one")
+        raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or its directory")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
@@ -66,7 +66,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # transformers 4 and 5 have this class.
+        # This class exists in transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         # Decoding must reproduce the text exactly.

@@ -53,10 +53,10 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
     [
         ([], "f:3: 'messages' is empty: give a list of messages"),
         (None, "f:3: 'messages' is a NoneType"),
-        ("hi", "f:3: 'messages' is a text that is not JSON"),
+        ("hi", "f:3: 'messages' is not valid JSON"),
         (7, "f:3: 'messages' is an int"),
         (["hi"], r"f:3: messages\[0\] is a str: give a mapping with role and content"),
-        ([{"content": "hi"}], r"f:3: messages\[0\] has no role, only \['content'\]"),
+        ([{"content": "hi"}], r"f:3: messages\[0\] has no role; its fields are \['content'\]"),
         ([{"role": "", "content": "hi"}], r"f:3: messages\[0\] has no role"),
         ([*HI, {"role": "user"}], r"f:3: messages\[2\]: a message of user has neither content"),
         ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: its content is an int: give a text"),
@@ -84,7 +84,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         ({"prompt": "a"}, "completion", "f:3: no field 'completion'"),
         ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty: remove the record"),
         ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
-        ({"messages": HI, "tools": "x"}, "chat", "'tools' is a text that is not JSON"),
+        ({"messages": HI, "tools": "x"}, "chat", "'tools' is not valid JSON"),
         ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is not a list of tools"),
         ({}, "text", "nor any other text field: write"),
     ],
@@ -151,7 +151,7 @@ def test_token_ids_have_labels_at_their_own_places() -> None:
     assert PLAIN.document({"input_ids": [1, 2]}, "tokens", "f:1") == TokenIds((1, 2))
     for change, sentence in (
         ({"labels": [2, 3, 0, -100]}, r"labels\[0\] is 2, but input_ids\[0\] is 1"),
-        ({"labels": [1]}, "'labels' has 1 entries and 'input_ids' 4"),
+        ({"labels": [1]}, "'labels' has 1 entries, but 'input_ids' has 4"),
         ({"input_ids": "1 2"}, "'input_ids' is not a list of whole numbers"),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -260,7 +260,7 @@ def test_a_pair_for_an_instruction() -> None:
             "the pair has no prompt: add a field 'prompt', or begin both answers with the prompt",
         ),
         ({"chosen": [YES], "rejected": [NO]}, "the pair has no prompt"),
-        ({"prompt": "Q", "chosen": "A", "rejected": [NO]}, "one of 'chosen' and 'rejected' is a text and the other"),
+        ({"prompt": "Q", "chosen": "A", "rejected": [NO]}, "only one of 'chosen' and 'rejected' is a text"),
     ],
 )
 def test_pairs_that_lack_something_are_named(record: dict[str, Any], sentence: str) -> None:
