@@ -105,11 +105,11 @@ class LoraConfig:
     Attributes:
         r: rank of the adapters' matrices.
         alpha: the adapters' output is multiplied by alpha / r.
-        targets: layers that get adapters, by the last part of their names. "all-linear": all linear layers except the
-            head; None: peft's default for the architecture.
-        rslora: multiply by alpha / sqrt(r) instead.
+        targets: layers that get adapters, given by the last part of their names, such as q_proj. "all-linear": all
+            linear layers except the head; None: peft's default for the architecture.
+        rslora: multiply the output by alpha / sqrt(r) instead.
         dropout: probability of dropping each input of an adapter.
-        dora: also train the magnitudes of the weights' rows.
+        dora: also train the magnitude of each row of a weight.
         modules_to_save: layers that are trained fully and saved with the adapters.
     """
 
@@ -145,19 +145,19 @@ class SourceConfig(CheckedFields):
     """A corpus: its files and the format of its records.
 
     Attributes:
-        paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, and directories that `datasets` saved.
-            Text, .jsonl and CSV files may be compressed (.gz, .zst). "python-stdlib" is the source code of Python's
-            standard library.
+        paths: text, .jsonl, CSV, Parquet and Arrow files, directories with such files, and directories that `datasets`
+            saved. Text, .jsonl and CSV files may be compressed (.gz, .zst). "python-stdlib" is the source code of
+            Python's standard library.
         suffixes: suffixes of the files to read from a directory. None: read all record files (.jsonl, .parquet, ...),
             or all text files if the directory has none. If some record files are training splits, test and
             validation splits are skipped.
         format: contents of .jsonl objects and table rows: "text", "chat" (messages), "completion" (a prompt and its
             completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels that
-            may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`). "auto" detects the
-            format from the first record of each file.
+            may be -100) or "preference" (a prompt with a chosen and a rejected answer, for `objective`). "auto" detects
+            the format from the first record of each file.
         text_field: the field or column that contains the text.
         messages_field: the field with a conversation, a list of {role, content}.
-        tools_field: the field with the tools of a conversation.
+        tools_field: the field with a conversation's tools.
         prompt_field: the field with the prompt, whose tokens are not in the loss.
         completion_field: the field with the completion.
         chosen_field: the field with the preferred answer.
@@ -204,10 +204,10 @@ class DataConfig(SourceConfig):
     """The training data, and how it is split into mini-batches.
 
     Attributes:
-        mixture: several corpora, each with a weight, instead of `paths`.
+        mixture: list of corpora with weights, instead of `paths`.
         evaluation: corpora to evaluate on, by name.
-        tokenizer: a tokenizer.json or its directory; None: the tokenizer of `model.path` or `model.weights`, or else a
-            new byte-level BPE.
+        tokenizer: a tokenizer.json or its directory; None: the tokenizer of `model.path` or `model.weights`; without
+            both, a new byte-level BPE tokenizer.
         vocab_size: vocabulary size of a new tokenizer.
         chat_template: a file with a Jinja template for conversations, the template itself, or "chatml"; None: the
             tokenizer's template.
@@ -220,9 +220,8 @@ class DataConfig(SourceConfig):
         overlong: treatment of documents longer than `max_length`: "cut" (into several sequences), "drop", or "refuse"
             (stop with an error). For preference data, "cut" truncates a prompt with its answer to `max_length` tokens,
             and "drop" skips the pair.
-        heldout: fraction of the training documents to hold out for evaluation; None: 0.01, or 0 if `evaluation` is
-            given.
-        cache: directory in which runs share tokenizers and token files; None: the run folder, without sharing.
+        heldout: fraction of the training documents to hold out for evaluation; None: 0.01, or 0 with `evaluation`.
+        cache: directory for tokenizers and token files, which several runs can share; None: the run folder.
     """
 
     mixture: tuple[MixedConfig, ...] = ()
@@ -274,12 +273,12 @@ class DataConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An elementwise optimizer of torch.optim and its settings; None selects the optimizer's default.
+    """An elementwise optimizer of torch.optim, and its settings; None: the optimizer's default.
 
     Attributes:
         name: name of the optimizer class, such as AdamW or SGD.
         lr: the peak learning rate.
-        weight_decay: weight decay of matrices; biases and norm weights are not decayed.
+        weight_decay: weight decay of matrices; biases and norm weights do not decay.
         betas, eps, momentum: arguments of the optimizer class.
     """
 
@@ -345,10 +344,10 @@ class CheckpointConfig:
     """How checkpoints are written.
 
     Attributes:
-        asynchronous: copy the state to CPU memory and write it while training continues.
-        pieces: additional places for checkpoints, near the ranks, for a quick recovery after a rank is lost; null: only
-            the run folder.
-        every: interval, in steps, at which the pieces are saved.
+        asynchronous: copy the state to CPU memory, and write it to disk while training continues.
+        pieces: additional places near the ranks, for a quick recovery after a rank is lost; null: save only to the run
+            folder.
+        every: number of steps between saves of the pieces.
     """
 
     asynchronous: bool = False
@@ -369,17 +368,17 @@ class PlanConfig:
     """How the strategy of each step is chosen.
 
     Attributes:
-        choose: run each step with the strategy whose expected time is shortest, instead of alternating.
+        choose: run each step with the strategy that is expected to be fastest, instead of alternating.
         profile: a file that `hydragraph profile` wrote. None: costs come from the datasheets of the devices in
             `cluster`; without `cluster`, they are rough estimates.
-        cluster: a cluster file, for devices of several types; a profile must cover all types (`hg.Profile.merge`).
+        cluster: a cluster file, which lists the devices; a profile must cover all their types (`hg.Profile.merge`).
             None: all devices are of the profile's type.
         health: a file with slowdowns of ranks; needs `cluster` and `profile`. None: all devices are healthy.
-        ahead: number of mini-batches to plan in advance; 0: plan each mini-batch when its step begins.
+        ahead: number of mini-batches planned in advance; 0: plan each mini-batch when its step begins.
         workers: number of planning processes.
         gain: use a single strategy if choosing a strategy for each step would save less than this fraction of the time.
-        sample: number of mini-batches on which `gain` is evaluated and for which "auto" proposes strategies.
-        patience_s: maximum seconds that a step waits for its plan; after this, a quickly computed plan is used.
+        sample: number of mini-batches for which "auto" proposes strategies, and for which `gain` is estimated.
+        patience_s: maximum seconds that a step waits for its plan; then, it uses a plan that is quick to compute.
     """
 
     choose: bool = False
@@ -404,22 +403,21 @@ class PlanConfig:
 class ElasticConfig:
     """How a run reacts when ranks are lost, join or become slow.
 
-    With `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. The same holds
-    if `strategies: auto` measures the devices, unless a launcher starts each rank.
+    With `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. It also
+    survives if `strategies: auto` measures the devices, unless a launcher starts each rank.
 
     Attributes:
         copies: number of owners of each part of the state. 2: if a rank is lost, only the current step is repeated; 1:
             all ranks return to the newest checkpoint.
         spares: number of processes that wait to replace a lost rank.
         min_ranks: minimum number of ranks; with fewer, the run saves a checkpoint and ends. 0: a lost rank ends the
-            run; null: 1 if other settings make the run survive lost ranks.
+            run; null: 1 if another setting makes the run survive lost ranks.
         rejoin: start a new process to replace a lost rank; the process joins between two steps.
-        monitor: measure the speed of every rank, and write to `events.jsonl` which ranks are slow, by how much and
-            since when.
+        monitor: measure the speed of every rank; `events.jsonl` lists slow ranks, with slowdowns and times.
         replan: plan again in the background when ranks become slow or step times differ from the expected times, and
-            switch if the new plan pays off. Needs `strategies: auto` without `plan.cluster`, or `plan` with `choose`
+            switch if the new plan saves time. Needs `strategies: auto` without `plan.cluster`, or `plan` with `choose`
             and a profile; implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
-        dry_run: report decisions, but do not carry them out.
+        dry_run: only report when the run would switch plans or move state.
         enter: a rank counts as slow when it takes this many times as long as its peers.
         leave: a slow rank counts as recovered when it takes less than this many times as long as its peers.
     """
@@ -459,14 +457,14 @@ class TrainConfig:
             on_start(config), on_step(metrics), on_evaluate(metrics), on_checkpoint(step, path) and on_end(). "wandb"
             logs to Weights & Biases.
         objective: loss for pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
-            {simpo: {...}} or {orpo: {...}}. The name alone selects the default settings. None: predict the next token.
-        strategies: one or more strategies, each as text such as "<tp2,pp1> + <tp1,pp2>", as the path of a YAML file, or
-            as YAML. Steps alternate between the strategies; with `plan.choose`, each step uses the best one. "auto"
-            measures the devices, or reads `plan.profile` or `plan.cluster`, and plans strategies for the devices and
-            the data.
-        home: the owners of the weights and the optimizer's state: "auto" (chosen for the fastest exchange of state),
-            "stages" (the ranks that compute a block own its state), "equal" (equal shares), a text such as "3,3,1,0
-            copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
+            {simpo: {...}} or {orpo: {...}}; a name alone selects the defaults. None: next-token prediction.
+        strategies: one or more strategies (sets of pipelines), each as text such as "<tp2,pp1> + <tp1,pp2>", as the
+            path of a YAML file, or as YAML. Steps alternate between the strategies; with `plan.choose`, each step uses
+            the best one. "auto" measures the devices, or reads `plan.profile` or `plan.cluster`, and plans strategies
+            for the devices and the data.
+        home: how ranks share the weights and the optimizer's state: "auto" (chosen for the fastest exchange), "stages"
+            (the ranks that compute a block own its state), "equal" (equal shares), a text such as "3,3,1,0 copies=2",
+            or {shares: [3, 3, 1, 0], copies: 2}.
         steps: number of mini-batches to train on; 0: train for `epochs`.
         epochs: number of passes over the data, instead of `steps`; 0: train for `steps`.
         ranks: number of local processes to start, unless a launcher such as torchrun starts them.
@@ -479,28 +477,28 @@ class TrainConfig:
         device: "cpu" or "cuda"; None: a GPU if available.
         check: "auto" compares the captured graph of each kind of block with the model on short sequences before the
             first step; "full" compares every block; "off" skips the comparison.
-        compiled: a folder that `hydragraph compile` wrote for this config; the run starts from it without tracing.
+        compiled: a folder that `hydragraph compile` wrote for this config; the run starts without tracing the model.
         trust: also load Inductor's compiled code from `compiled`; this code runs with all of your permissions.
         seed: random seed for the weights of a new model, the order of the data, and dropout.
         evaluate_every: evaluate on the held-out documents and on `data.evaluation` after every `evaluate_every` steps,
             and after the last step; 0: never.
-        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data, the last
-            one at the end of the pass.
-        evaluate_batches: number of mini-batches, of `data.tokens_per_step` tokens, in an evaluation on each corpus.
+        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data; the last
+            is at the end.
+        evaluate_batches: maximum number of mini-batches, of `data.tokens_per_step` tokens, to evaluate on each corpus.
         checkpoint_every: steps between checkpoints; 0: none. The run also saves after the last step, with
-            `keep_best` at each new lowest loss, and before the first step if it survives lost ranks or has pieces.
+            `keep_best` at each new lowest loss, and before the first step if it survives lost ranks or saves pieces.
         checkpoint_per_epoch: instead of `checkpoint_every`, the number of checkpoints in each pass over the data.
         keep: number of newest checkpoints to keep.
-        keep_best: also keep the checkpoint with the lowest loss on the held-out documents (without any, on the first
-            corpus of `data.evaluation`), and export the run's `model` from this checkpoint.
+        keep_best: also keep the checkpoint with the lowest loss on the held-out documents (if there are none, on the
+            first corpus of `data.evaluation`), and export it as the run's `model`.
         patience: stop the run after this number of consecutive evaluations without a lower loss; None: never.
         min_improvement: smallest decrease of the loss that counts as an improvement for `patience`.
         grace_s: after a request to stop (SIGTERM, Ctrl-C), maximum seconds for finishing the current step and saving.
         progress_s: if ranks wait and no rank makes progress for this many seconds, all ranks fail with a report.
         deterministic: compute bit-identical results for any number of ranks, any pipelines and any home, even if ranks
-            are lost (slower).
-        push_dtype: dtype in which gradients are sent to their owners, float32 or bfloat16; the owners add gradients in
-            fp32.
+            are lost; this is slower.
+        push_dtype: dtype in which gradients are sent to the ranks that own them, float32 or bfloat16; owners add them
+            in fp32.
         output: the run folder.
     """
 
@@ -689,7 +687,7 @@ class TrainConfig:
         return overridden(from_record(cls, data, name="the config", hints=remedies()), data, overrides)
 
     def save(self, path: str | Path) -> None:
-        """Write every field, defaults included, as YAML for `load`."""
+        """Write every field, including defaults, as YAML for `load`."""
         data = plain(asdict(self))
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)

@@ -28,7 +28,7 @@ _PASSES = 1000  # maximum passes over the data in one step
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
-    """Check the settings that do not depend on the data; raise ValueError, or OSError for files."""
+    """Check the settings that do not depend on the data; raise ValueError, or OSError if a file cannot be read."""
     _check_device(config.device)
     _check_optimizer(config)
     read_costs(config.plan, ranks)
@@ -61,7 +61,7 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
         name = type(model).__name__
         raise ValueError(f"model.architecture: {name} has no language model head: use a class such as LlamaForCausalLM")
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    # If keys are computed from a smaller projection (DeepSeek), num_key_value_heads has no meaning.
+    # num_key_value_heads has no meaning if keys are computed from a smaller projection (DeepSeek).
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
     if projected and heads and groups and heads % groups:
         raise ValueError(

@@ -47,8 +47,8 @@ def _short(value: object) -> str:
 def overridden(config: Config, given: Any, texts: Sequence[str]) -> Config:
     """Return the config with every "section.field=value" applied; values are YAML.
 
-    They change the config's record, `given`, so that derived settings follow. The fields of a pair in `_PAIRS` exclude
-    each other: an override of one removes the other.
+    They are set in `given`, the mapping that was read, so that derived settings are computed again. The two fields of
+    a pair in `_PAIRS` exclude each other: an override of one removes the other.
     """
     data = dict(given)
     names = {text.partition("=")[0].strip() for text in texts}
@@ -88,7 +88,7 @@ def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
 
 
 def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
-    """Set data[keys[0]][keys[1]]...; if this is impossible, return why ("steps is 6"), else ""."""
+    """Set data[keys[0]][keys[1]]...; return "", or the reason if this is impossible, such as "steps is 6"."""
     at = data
     for i, key in enumerate(keys[:-1]):
         inner = at.get(key)

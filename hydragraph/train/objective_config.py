@@ -24,9 +24,8 @@ class DpoConfig(CheckedFields):
     The reward of an answer is beta * (log p - log p_ref), where p_ref is the probability before training.
 
     Attributes:
-        beta: strength of the pull toward the model before training; with a smaller value, the model can move further
-            away.
-        label_smoothing: assumed fraction of pairs with swapped labels (conservative DPO).
+        beta: how strongly the loss keeps the model close to the model before training.
+        label_smoothing: assumed fraction of pairs whose answers are swapped (conservative DPO).
     """
 
     beta: Scale = 0.1
@@ -67,7 +66,7 @@ PairLoss = DpoConfig | SimpoConfig | OrpoConfig
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A loss that compares a preferred with a rejected answer. Set exactly one field, or give only the field's name.
+    """A loss that compares a preferred with a rejected answer. Set exactly one field, or give only its name.
 
     Attributes:
         dpo: direct preference optimization, with the model before training as reference.
