@@ -32,10 +32,10 @@ STDLIB = "python-stdlib"
 _ENCODING = 4  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# Python's tests contain files that are broken on purpose.
+# Python's tests contain files with deliberate errors.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# Arguments: the activity, the number of finished documents, and the finished fraction (0: none, or unknown).
+# Arguments: the activity, the number of finished documents, and the finished fraction (0 if unknown).
 Progress = Callable[[str, int, float], None]
 
 
@@ -158,7 +158,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """Create the tokenizer and the token files of a run unless they are cached; return their directory.
 
-    If the preparation is interrupted, the next call continues.
+    If the preparation is interrupted, the next call continues it.
 
     Raises:
         ValueError: the corpus or the tokenizer is unusable.
@@ -296,9 +296,8 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
-    """Return the model's minimum vocabulary size and the end-of-text id, without preparing the data.
-
-    Return None if the tokenizer must be trained first.
+    """Return the model's minimum vocabulary size and the end-of-text id, without preparing the data; None if the
+    tokenizer must be trained first.
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
@@ -355,9 +354,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return an endless stream of training mini-batches; if `overlong` is "refuse", raise ValueError for long
-    documents.
-    """
+    """Return an endless stream of training mini-batches; with overlong "refuse", a long document raises ValueError."""
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]

@@ -72,7 +72,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
 
-# Stop reason that requests a move of state; larger than any signal number.
+# Stop reason that requests to move state; larger than any signal number.
 MOVES = 500
 TRACED_STEPS = 12
 _PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
@@ -90,8 +90,8 @@ def train(
     """Run training from start to end on all launched ranks.
 
     Args:
-        trace: record the first steps for Perfetto.
-        stopping: stop requests; if any rank receives one, all ranks save and return.
+        trace: record instruction times of the first steps, for Perfetto.
+        stopping: stop requests; if any rank receives one, all ranks save a checkpoint and return.
 
     Raises:
         ValueError: the config, the data or the folder is invalid.
@@ -142,7 +142,7 @@ class _RunInputs:
 
     Attributes:
         config: the config, with `epochs` converted to `steps`.
-        reference: scores of answers under the model before training, possibly incomplete; None if not needed.
+        reference: scores of answers under the model before training, which may be incomplete; None: not needed.
     """
 
     config: TrainConfig
@@ -200,7 +200,7 @@ def _session(
     owned: ExitStack,
 ) -> RunOutcome:
     leader = watcher if world.rank == 0 else None
-    ranks = world.ranks if (member := here()) is None else member.ranks  # `world` may have fewer at first
+    ranks = world.ranks if (member := here()) is None else member.ranks  # at first, `world` may have fewer ranks
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
@@ -239,7 +239,7 @@ def _session(
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        alone = world.ranks == 1  # a single rank has no other plan, and owns all state
+        alone = world.ranks == 1  # a single rank owns all state and cannot change plans
         watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
@@ -392,7 +392,7 @@ def _follow(
 ) -> RunOutcome:
     """Train to the end; if ranks are lost, continue with the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
-    changed = state.done < 0  # true if this rank is joining
+    changed = state.done < 0  # whether this rank is joining
     while True:
         try:
             ending = ""
@@ -479,7 +479,7 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Start to move a part of the state to new owners; must be called on all ranks."""
+    """Start moving a part of the state to new owners; must be called on all ranks."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
@@ -558,7 +558,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Prepare the corpus on one rank per host, and return it; raise ValueError if the corpora differ."""
+    """Prepare the corpus on one rank per host, and return it; raise ValueError if hosts read different corpora."""
     watched = watcher.preparing
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))

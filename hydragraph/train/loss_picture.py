@@ -58,11 +58,11 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Smooth a curve by means over neighbors, with weights `weight`^distance."""
+    """Smooth a curve by weighted means over neighbors, with weights `weight`^distance."""
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))
-    # Weights at larger distances are below 1/1000.
+    # Weights beyond this distance are below 1/1000.
     reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
     for distance in range(1, min(reach, len(curve) - 1) + 1):
         part = weight**distance

@@ -35,7 +35,7 @@ def captured_loss(config: TrainConfig) -> dict[str, Any]:
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Add the adapters of a config to a model, with equal initial weights in every process.
+    """Add the config's adapters to a model; their initial weights are equal in every process.
 
     Raises:
         ValueError: a target does not exist, or peft rejects a setting.
@@ -73,7 +73,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Raise ValueError if the model does not have a named layer, because peft may ignore the name."""
+    """Raise ValueError if a target is not a layer of the model; peft may silently ignore its name."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -84,12 +84,12 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    """Return the model with fp32 weights that are equal in every process.
+    """Build the model with fp32 weights, which are equal in every process.
 
     Args:
-        vocabulary: exclusive upper bound of token ids; the default of `vocab_size`.
+        vocabulary: exclusive upper bound of token ids, and default of `vocab_size`.
         end_of_text: default of `eos_token_id`.
-        seed: seed of new weights; the global random generators are unchanged.
+        seed: seed of new weights; global random generators do not change.
 
     Raises:
         ValueError: transformers has no such class or setting, or the vocabulary is too small.
@@ -112,7 +112,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the config's positive dropout rates by field; without any, the largest rate of the base's modules."""
+    """Return the positive dropout rates in the model's config, by field, or else the largest rate of its modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = (m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and "lora_dropout" not in name)
@@ -121,7 +121,7 @@ def dropout_rates(model: Any) -> dict[str, float]:
 
 
 def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:
-    """Return the model on the meta device; see `build_model` for the arguments."""
+    """Build the model on the meta device; see `build_model` for the arguments."""
     with torch.device("meta"):
         if config.architecture is not None:
             settings = model_config(config, vocabulary, end_of_text)
@@ -203,8 +203,8 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     other = sorted({str(key) for kind in kinds for key in loaded[kind]})
     if config.path is not None and config.config and other:
         raise ValueError(
-            f"model.config: {dict(config.config)} makes tensors differ from those in model.path {config.path} "
-            f"({other[0]} and {len(other) - 1} others): change only settings that keep the tensors' names and shapes"
+            f"model.config: with {dict(config.config)}, tensors differ from those in model.path {config.path} "
+            f"({other[0]} and {len(other) - 1} others): change only settings that keep the names and shapes of tensors"
         )
     return model
 
@@ -304,7 +304,7 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
-    """Reject settings that neither the config class declares nor the model reads; transformers would ignore them."""
+    """Reject settings that transformers would ignore, because neither the config class nor the model has them."""
     if not is_dataclass(kind):
         return
     read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))

@@ -1,4 +1,4 @@
-"""FLOPs of a step and peak FLOP/s of GPUs, for MFU (PaLM, 2022, appendix B)."""
+"""FLOPs of a step and peak FLOP/s of GPUs, for model FLOPs utilization (MFU; PaLM, 2022, appendix B)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hydragraph.spec.known_devices import sheet_of
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a GPU by its `torch.cuda` name; None if unknown, or if `dtype` is not bfloat16."""
+    """Return the peak bfloat16 FLOP/s of a GPU from its `torch.cuda` name; None if unknown or for another `dtype`."""
     sheet = sheet_of(name)
     return sheet.flops_per_s if sheet is not None and sheet.bfloat16 and dtype is torch.bfloat16 else None
 
 
 def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -> float:
-    """Return the FLOPs of a step without recomputation and without gradients of frozen weights.
+    """Return the FLOPs of a step, without recomputation and gradients of frozen weights.
 
-    A backward pass counts as two forward passes; `scored` adds another forward pass.
+    A backward pass counts as two forward passes; `scored` adds a forward pass, which scores answers.
     """
     pairs = cache(lambda reach: sum(map(reach.pairs, lengths)))
     flops = 0.0

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of a run."""
+"""Optimizer and learning rate of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
-    """Return the optimizer factory for `hydragraph.compile`; on a GPU, `hydragraph.AdamW` replaces AdamW.
+    """Return the optimizer factory for `hydragraph.compile`; on a GPU, `hydragraph.AdamW` replaces torch's AdamW.
 
     Raises:
         ValueError: torch.optim has no such class, or the class has no such setting.
@@ -66,7 +66,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of step 1 to `steps`; the warm-up ends at `peak`."""
+    """Return the learning rate of a step from 1 to `steps`; the warm-up ends at `peak`."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup

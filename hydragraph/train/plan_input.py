@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_profile(text: str) -> Profile:
-    """Read a profile, or with constants.json#name, the entry "name" of a file of published constants."""
+    """Read a profile; "constants.json#name" is the entry "name" in a file of published constants."""
     path, _, name = text.partition("#")
     content = read_object(Path(path), "write a profile with hydragraph profile")
     if "profiles" not in content:

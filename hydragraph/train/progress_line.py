@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# If the output is not a terminal, print a line every _OFTEN_S seconds, and after _SETTLED_S, every _SELDOM_S.
+# If the output is not a terminal, print a line every _OFTEN_S seconds; after _SETTLED_S seconds, every _SELDOM_S.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
-# Seconds before the remaining time is estimated.
+# Estimate the remaining time only after this number of seconds.
 _TELLING_S = 5.0
 
 

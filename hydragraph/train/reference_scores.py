@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
-_EVERY_S = 60.0  # maximum seconds between writes
+_EVERY_S = 60.0  # seconds between writes
 
 
 class ReferenceScores:
     """Scores of every answer that a run reads.
 
     Args:
-        model: `model_identity`, or None to read the scores of any model.
+        model: result of `model_identity`; None: read the scores of any model.
 
     Attributes:
         of: for each stream, the scores of its chunks, fp32 [chunks], updated in place; NaN: unknown.
@@ -68,7 +68,7 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read stored scores; return the answers without a score as (stream, chunk), grouped by mini-batch."""
+        """Read stored scores; return (stream, chunk) of each answer without a score, grouped by mini-batch."""
         self.read()
         missing = []
         seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}
@@ -88,9 +88,9 @@ class ReferenceScores:
         stopping: Requests,
         watcher: Watcher | None,
     ) -> int:
-        """Score answers with the executor's weights; must be called on all ranks.
+        """Score answers with the executor's weights; return 0, or the signal that asked a rank to stop.
 
-        Return 0, or the signal that asked a rank to stop.
+        Must be called on all ranks.
         """
         count = sum(map(len, missing))
         done = 0

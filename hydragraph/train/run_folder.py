@@ -44,7 +44,7 @@ class _FolderEntry:
 class RunFolder:
     path: Path
 
-    owner = _FolderEntry("owner.json")  # process that holds the lock, and start time of the run
+    owner = _FolderEntry("owner.json")  # process that holds the lock, and the run's start time
     config = _FolderEntry("config.yaml")  # the resolved config
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
@@ -60,7 +60,7 @@ class RunFolder:
     checkpoints = _FolderEntry("checkpoints")
 
     def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
-        """Return the checkpoint that a run would continue from, if any.
+        """Return the checkpoint that a run continues from, if any.
 
         Args:
             how: treatment of an earlier run in the folder: "new" (raise an error), "overwrite" (replace the run),
@@ -73,10 +73,16 @@ class RunFolder:
         self._refuse_unwritable()
         holds_run = self.metrics.exists() or self.checkpoints.exists()
         if how == "new" and holds_run:
-            raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
+            raise ValueError(
+                f"output {self.path} already holds a run: continue it with --resume, or replace it with --overwrite"
+            )
         last = self._chosen(step) if how in ("resume", "auto") else None
         if how == "resume" and last is None:
-            way = "use --overwrite" if holds_run else "set output to a run's folder, or leave --resume out to begin one"
+            way = (
+                "replace the run with --overwrite"
+                if holds_run
+                else "set output to a run's folder, or leave --resume out to start a new run"
+            )
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
         if last is not None and config.epochs is None and last.step > config.steps:
             raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
@@ -85,7 +91,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder and write the resolved config; return the result of `check`.
 
-        Checkpoints of later steps are renamed, so that they are ignored.
+        Checkpoints after `step`, if it is given, are renamed, so that they are ignored.
         """
         last = self.check(config, how, step)
         if how == "overwrite":
@@ -99,7 +105,7 @@ class RunFolder:
         config.save(self.config)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            run = ""  # a new name, so that earlier pieces are not read
+            run = ""  # gets a new name, so that earlier pieces are not read
         tracked = self.tracked if last is not None and step is None else ""
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
@@ -109,13 +115,13 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of folder and run, "" if unset; a resumed run with checkpoint pieces keeps its name."""
+        """Unique names of the folder and the run ("": unset); a resumed run with checkpoint pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def tracked(self) -> str:
-        """Unique name for experiment trackers, kept if the last checkpoint is continued; "" if unset."""
+        """Unique name of the run in experiment trackers, kept when it continues from its last checkpoint."""
         return str(_read(self.owner).get("tracked", ""))
 
     @property
@@ -185,11 +191,11 @@ class RunFolder:
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return the arguments for starting an interrupted run again.
+        """Return the arguments for restarting an interrupted run.
 
         Args:
             how, step: returned if the run had not begun.
-            before: value of `began` before the run.
+            before: `began` before the run.
         """
         if self.began in (0.0, before):
             return how, step
@@ -202,7 +208,7 @@ class RunFolder:
         return next(reversed(self.all()), None)
 
     def last_whole(self) -> Checkpoint | None:
-        """Return the latest checkpoint without missing or truncated files; without any, the latest checkpoint."""
+        """Return the latest checkpoint without missing or truncated files, or else the latest checkpoint."""
         whole = (checkpoint for checkpoint in reversed(self.all()) if is_whole(checkpoint.path))
         return next(whole, self.last())
 
@@ -252,7 +258,7 @@ class RunFolder:
         raise ValueError(f"output {self.path} holds no complete checkpoint of step {step} (complete: {steps})")
 
     def _refuse_unwritable(self) -> None:
-        """Check that the folder is writable, even for root on a read-only file system."""
+        """Raise an error if the folder cannot be written, such as on a read-only file system."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is not a directory: choose another output")

@@ -1,4 +1,4 @@
-"""Storage of a run's checkpoint pieces."""
+"""Checkpoint pieces: parts of the state that are stored near the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 
 def check_places(config: TrainConfig) -> None:
-    """Check each place for checkpoint pieces with a test file."""
+    """Write and read a test file in each place for checkpoint pieces."""
     local = _local(config)
     shared = _shared(config)
     if local is not None:
@@ -46,7 +46,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
 
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
-    """Return this rank's places for checkpoint pieces, if any; must be called on all ranks."""
+    """Return this rank's places for checkpoint pieces, or None; must be called on all ranks."""
     pieces = config.checkpoint.pieces
     if pieces is None:
         return None

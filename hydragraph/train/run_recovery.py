@@ -42,8 +42,8 @@ _FENCED_S = 1.0  # maximum wait if a disconnected machine has ended its ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Continue the run with the remaining and joining ranks. Return the new `Run`, and the reason if the run must end,
-    else "".
+    """Continue the run with the remaining and joining ranks. Return the new `Run`, and "" or the reason why the run
+    must end.
     """
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
@@ -64,7 +64,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
-    if last < 0 and world.rank == 0:  # all earlier ranks are gone
+    if last < 0 and world.rank == 0:  # no earlier rank remains
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
@@ -72,7 +72,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     with world.calling("continue"):
         own_settings = next((known for known in world.gather(settings) if known is not None), None)
         if survived.restored is not None and own_settings is not None:
-            set_hyperparameters(executor, own_settings)  # those of the config, not of the checkpoint
+            set_hyperparameters(executor, own_settings)  # from the config, not from the checkpoint
         run = replace(run, peak_flops_per_s=peak_of(config, world))
         if world.rank == 0:
             run = lead(run, state, survived, owned, watching)
@@ -116,7 +116,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Make this rank lead the run; `watching` is this rank's previous controller, if any."""
+    """Make this rank lead the run; `watching` is its previous controller, if any."""
     log = run.log
     if not state.owns:
         member = here()
@@ -128,7 +128,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
             state.callbacks = Callbacks.load(run.config.callbacks)
             owned.enter_context(state.callbacks.started(run.config))
         run = replace(run, callbacks=state.callbacks)
-    # The log is already closed if another rank was lost in the meantime.
+    # An earlier, interrupted recovery may have closed the log.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -168,7 +168,7 @@ def _write_down(run: Run, state: TrainState) -> None:
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # The report uses the old numbers of ranks, which the new controller does not know.
+        # The report uses the old rank numbers, which the new controller does not know.
         log_step(replace(run, controller=None), *last)
 
 
@@ -232,7 +232,7 @@ def resumed(
     """Return the event that reports the continued run.
 
     Args:
-        undone: last step before the return to a checkpoint.
+        undone: last finished step before the return to a checkpoint.
     """
     survived, _ = told[-1]
     step = survived.step

@@ -1,4 +1,4 @@
-"""Writers of a run's checkpoints, trace and final model."""
+"""Loading and saving of checkpoints, and writing of the trace and final model."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def load(
 
     Args:
         leader: watcher that reports damaged checkpoints, on rank 0 only.
-        pieces: checkpoint pieces, which are loaded instead if they are newer; their extra data contains `step`.
+        pieces: checkpoint pieces, which are loaded instead if they are newer; then, the extra data contains `step`.
     """
     while True:
         try:
             settings = hyperparameters(executor)
             extra = executor.load(last.path if pieces is None else (pieces, last.path))
-            set_hyperparameters(executor, settings)  # those of the config, not of the checkpoint
+            set_hyperparameters(executor, settings)  # from the config, not from the checkpoint
             return last, extra
-        except ValueError as error:  # may be Damaged on only some ranks
+        except ValueError as error:  # the error may be Damaged on only some ranks
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -75,7 +75,7 @@ def set_hyperparameters(executor: Executable, settings: Sequence[Mapping[str, An
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Append instructions for continuing the run to file errors."""
+    """Add to file errors how the run can be continued."""
     try:
         yield
     except (ConnectionError, TimeoutError):
@@ -133,7 +133,7 @@ def _best_saved(run: Run) -> int | None:
 
 
 def saves_after(run: Run, step: int) -> bool:
-    """Return whether to save after a step, on schedule or for a new best loss; must be called on all ranks."""
+    """Return whether a checkpoint is due after a step, by schedule or `keep_best`; must be called on all ranks."""
     if run.saves(step):
         return True
     if not (run.config.keep_best and run.evaluates(step)):

@@ -1,4 +1,4 @@
-"""Starter config, for given data and a given model (both are optional)."""
+"""Starter config for given data and a given model, which are both optional."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class InspectedPaths:
-    """Result of inspecting paths.
+    """Model and data that were found in paths.
 
     Attributes:
-        positions: maximum sequence length of the model, or 0 if unknown.
+        positions: maximum sequence length of the model; 0: unknown.
     """
 
     model: Path | None
@@ -33,7 +33,7 @@ class InspectedPaths:
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """Devices to train on, with one process each; `text` describes the devices."""
+    """Devices to train on, each with one process; `text` describes the devices."""
 
     ranks: int
     cuda: bool
@@ -41,7 +41,7 @@ class AvailableDevices:
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
-    """Inspect paths of a model and data; raise ValueError for several models or kinds of data."""
+    """Inspect paths of a model and data; raise ValueError if there are several models or formats of data."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_remedy(path)}")
@@ -57,7 +57,9 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
     if data and not formats:
         raise ValueError(f"no text in {', '.join(map(str, data))}: name text files, .jsonl files or tables")
     if len(formats) > 1:
-        raise ValueError(f"the data has {' and '.join(sorted(formats))}: name data of one kind, or use data.mixture")
+        raise ValueError(
+            f"the data has the formats {' and '.join(sorted(formats))}: name data of one format, or use data.mixture"
+        )
     size = sum(path.stat().st_size for path in corpus.files(data)) if data else 0
     model = models[0] if models else None
     return InspectedPaths(

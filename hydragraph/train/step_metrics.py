@@ -37,9 +37,8 @@ class Metrics:
         tokens: number of targets in the mini-batch.
         tokens_per_s: all tokens of the mini-batch per second, not only targets.
         eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
-        exposed_pull_s: mean seconds that ranks waited for weights.
-        exposed_push_s: mean seconds that ranks waited for gradients.
-        exposed_p2p_s: mean seconds that ranks waited for activations.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds that ranks waited for weights, gradients, and
+            activations.
         planning_s: seconds that the step waited for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
         expected_s: step time predicted by the profile, in seconds; 0 without a profile.
@@ -47,8 +46,8 @@ class Metrics:
         mfu: model FLOPs utilization without recomputation; None: unknown.
         pairs: `PairReport.pairs`, if an objective is set.
         time: UTC time at which the step was logged; "" in files of earlier versions.
-        comparison: text that compares expected and measured step times, on one step per plan (`beside` in earlier
-            versions).
+        comparison: text that compares expected and measured step times, set on one step per plan; earlier versions
+            named it `beside`.
         plan: explanation of the plan, on the first step of a session with `strategies: auto`.
     """
 
@@ -118,7 +117,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last by name.
+    """Wait until the name of a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last.
 
     TensorBoard expects the events of a restarted run in the last file.
     """
@@ -132,10 +131,10 @@ class MetricsLog:
     """Context manager that writes the metrics of every step.
 
     Args:
-        path: file of JSON lines; lines of later steps than `after` are dropped.
+        path: file of JSON lines; lines of steps after `after` are dropped.
 
     Attributes:
-        history: all metrics, including those of earlier sessions.
+        history: metrics of all sessions.
     """
 
     def __init__(self, path: Path, tensorboard: Path | None, after: int) -> None:
@@ -201,7 +200,7 @@ class MetricsLog:
 
 
 def strategy_names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return each strategy's text without its fingerprint, unless several strategies would get the same name."""
+    """Return each strategy's text without its fingerprint, unless several strategies would have the same name."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}

@@ -1,4 +1,4 @@
-"""The file `slow.json`, from which a new leading rank reads which members (`cluster.rendezvous`) are slow.
+"""The file `slow.json`, which names slow processes (members of `cluster.rendezvous`) for a new leading rank.
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """

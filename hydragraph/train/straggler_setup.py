@@ -34,7 +34,7 @@ def controller_of(
 
     Args:
         before: previous controller, whose measurements are reused.
-        slow: slow ranks found by a controller on a lost rank.
+        slow: slow ranks that the controller of a lost rank found.
     """
     slow = slow or {}
     profile, home = executor.profile, executor.owners  # both are for the current ranks
@@ -102,7 +102,7 @@ def controller_of(
 
 
 def follows(config: TrainConfig, executor: Executable) -> bool:
-    """Return whether the owners of state follow the strategies in use, as with `home: auto` and measured costs."""
+    """Return whether the owners of state depend on the running strategies: with `home: auto` and measured costs."""
     if config.home.rule != "auto" or not config.plan.choose:
         return False
     profile = executor.profile
@@ -111,5 +111,5 @@ def follows(config: TrainConfig, executor: Executable) -> bool:
 
 def policy_of(config: TrainConfig) -> Policy:
     plan = config.plan
-    # The planner also counts the mini-batch in training.
+    # In `Policy`, the current mini-batch also counts as planned ahead.
     return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)

@@ -1,4 +1,4 @@
-"""A run's constants, progress and outcome."""
+"""Constants, progress and outcome of a run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        history: metrics of all sessions, on rank 0 only.
-        stopped: signal that ended the run early, or 0 if the run completed.
+        history: metrics of all sessions; empty except on rank 0.
+        stopped: signal that ended the run early; 0: the run completed.
     """
 
     folder: RunFolder
@@ -57,9 +57,9 @@ class Run:
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
     expectation: Expectation = field(default_factory=Expectation)  # for this session, on rank 0 only
-    watched: tuple[int, ...] = ()  # for each watched rank, its member (`cluster.rendezvous`)
-    evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
-    checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`
+    watched: tuple[int, ...] = ()  # member number (`cluster.rendezvous`) of each rank
+    evaluate_at: frozenset[int] = frozenset()  # steps of `config.evaluate_per_epoch`
+    checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
     pieces: Pieces | None = None
 
     @property
@@ -75,7 +75,7 @@ class Run:
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is scheduled after a step, not considering `keep_best`."""
+        """Return whether a checkpoint is scheduled after a step, regardless of `keep_best`."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
@@ -88,11 +88,11 @@ class TrainState:
 
     Attributes:
         anew: returns a new stream of mini-batches.
-        kept: whether a checkpoint exists, if only of step 0.
-        positions: step -> state of `batches` after the step, since the second-to-last checkpoint.
-        last: last finished step, with the step's report, which may not be logged yet.
-        untold: unreported recoveries, each with the number of ranks before the recovery.
-        began: start time of the folder's run, or None if this rank has not joined the run yet.
+        kept: whether a checkpoint exists, including one of step 0.
+        positions: step -> state of `batches` after this step, for all steps since the second-to-last checkpoint.
+        last: last finished step and its report, which may not be logged yet.
+        untold: recoveries to report, each with the previous number of ranks.
+        began: start time of the folder's run; None: this rank has not joined the run yet.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

@@ -74,7 +74,7 @@ def test_new_runs_do_not_touch_old_ones(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.begin(config(tmp_path), "new")
     save(folder, 4)
-    with pytest.raises(ValueError, match="already holds a run: continue it with --resume, or use --overwrite"):
+    with pytest.raises(ValueError, match="already holds a run: continue it with --resume, or replace it with"):
         folder.begin(config(tmp_path), "new")
     assert folder.last() is not None
 

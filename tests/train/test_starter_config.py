@@ -96,7 +96,7 @@ def test_what_cannot_be_started_from_is_told(tmp_path: Path, model: Path) -> Non
         look([model, model])
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS["messages"]))
-    with pytest.raises(ValueError, match="the data has chat and text: name data of one kind"):
+    with pytest.raises(ValueError, match="the data has the formats chat and text: name data of one format"):
         look([tmp_path / "a.txt", tmp_path / "b.jsonl"])
     (tmp_path / "c.jsonl").write_text('{"ids": [1]}')
     with pytest.raises(ValueError, match=r"c.jsonl:1: 'ids' is a list, not text"):

@@ -25,7 +25,7 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2  # number of machines in a run with preemptions
-STEPS_PER_STRIKE = 5  # on average; a strike is one injected fault
+STEPS_PER_STRIKE = 5  # mean number of steps between strikes (injected faults)
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
 CALM_STEPS = 10  # number of steps after the last fault
@@ -54,7 +54,7 @@ class Disturbed:
     """Outcome of a run.
 
     Attributes:
-        hung: if the run hung, why it was killed; else "".
+        hung: reason why a hanging run was killed; "": the run did not hang.
     """
 
     code: int

@@ -17,10 +17,10 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
 GIVEN_UP_S = 30.0  # maximum seconds until the other ranks end a stopped rank
-_MOMENT_S = 60.0  # maximum wait for the moment at which a fault is injected
+_MOMENT_S = 60.0  # maximum wait for the event that triggers a fault
 _JOINED_S = 300.0  # maximum wait for a new machine, which compiles before it joins
 _SLOW_S = 1.0
-_PAUSE_S = 3.0  # less than ranks wait for a stopped rank
+_PAUSE_S = 3.0  # shorter than the time that ranks wait for a stopped rank
 _PERIOD_S = 0.1
 _STOPPED = 0.6  # fraction of each period during which a slowed rank is stopped
 _LEFT_S = 20.0
@@ -171,7 +171,7 @@ def _join(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _pause(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank for 3 s; the other ranks must not give up on it."""
+    """Stop a rank for 3 s; the other ranks must wait for it."""
     send(target, signal.SIGSTOP)
     time.sleep(_PAUSE_S)
     send(target, signal.SIGCONT)

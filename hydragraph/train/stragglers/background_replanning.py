@@ -27,7 +27,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # then, a search returns its best plan so far
+DEADLINE_S = 20.0  # after this time, a search returns its best plan so far
 ATTEMPTS = 2  # attempts per question, because the system may kill the process
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the remaining ranks"
@@ -38,10 +38,10 @@ class ReplanQuestion:
     """Inputs of a search for a plan.
 
     Attributes:
-        profile, cluster, home: the run's values, for healthy ranks.
-        deadline_s: time limit of the search, or None for a deterministic result without limit.
+        profile, cluster, home: values of the run, for healthy ranks.
+        deadline_s: time limit of the search; None: no limit, so that the result is deterministic.
         at_once: whether to answer quickly, from an estimate on one mini-batch.
-        streaming: whether stages may stream.
+        streaming: whether stages may stream weights, as in ZeRO-3.
     """
 
     profile: Profile
@@ -65,10 +65,9 @@ class Replanned:
     """Answer to a ReplanQuestion.
 
     Attributes:
-        static: index of the strategy for all mini-batches; None: a strategy is chosen for each mini-batch.
-        before_s: expected mean step time of the running plan, in seconds.
-        after_s: expected mean step time of the plan in the answer, in seconds.
-        refused: if there are no strategies, the reason; else "".
+        static: index of the strategy for all mini-batches; None: each mini-batch gets its own.
+        before_s, after_s: expected mean step time of the running and of the new plan, in seconds.
+        refused: reason why no strategy was found; else "".
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -94,7 +93,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
-    """Search for strategies; the running ones are also candidates."""
+    """Search for faster strategies; the running ones are also candidates."""
     began = time.perf_counter()
     costs = costs or costs_of(question)
     replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
@@ -128,7 +127,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     from hydragraph.spec.training_workload import Workload
 
     try:
-        # If no rank is slow, the costs have changed.
+        # Without slow ranks, the reason for this search is that costs have changed.
         several = len(question.cluster.types) > 1 or not question.health.rates
         planned = plan(
             costs,

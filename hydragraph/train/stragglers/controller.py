@@ -7,7 +7,7 @@
                           training, then switch all ranks to them
                        -> after a quick plan, request the best plan, which takes longer, and decide again
 
-The expected step time of a new plan is multiplied by the running plan's ratio of measured to expected time.
+The expected step time of a new plan is multiplied by the ratio of measured to expected time of the running plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8  # number of recent mini-batches to plan for
+LAST = 8  # plan for this number of recent mini-batches
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
 COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
 COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured
@@ -46,7 +46,7 @@ class Replanning:
         switch: changes the strategies on all ranks; None for a dry run.
         refused: returns why the ranks did not switch, or "" if they did.
         sample: sequence lengths to plan for until enough mini-batches have run.
-        hurried: whether the initial strategies were planned quickly, so that a search for better ones follows.
+        hurried: whether the initial strategies were planned quickly, so that a search for better strategies follows.
     """
 
     costs: Costs
@@ -128,7 +128,7 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """Slowdowns of ranks: the measured ones, increased for ranks that delay others."""
+        """Measured slowdowns of ranks, increased for ranks that delay others."""
         return self._measured if self._replanning is None else self._lateness.planned(self._measured)
 
     @property
@@ -137,14 +137,14 @@ class Controller:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """Slow ranks, with the rates learned for ranks that delayed others."""
+        """Slow ranks, with learned rates if they delayed other ranks."""
         learned = {} if self._replanning is None else self._lateness.learned
         measured = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
         return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
-        """Plan again with measured block times; return whether the run replans at all."""
+        """Request a plan from measured block times; return False if the run never replans."""
         if self._replanning is None or self.monitor is None:
             return False
         costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
@@ -212,7 +212,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Ask a first question, so that the planning process loads its modules early."""
+        """Request a plan that is not used, so that the planning process loads its modules early."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 
 STEPS = 20  # minimum number of steps before the comparison
-LEAST = 5  # minimum number of steps that are compared
-MATTERS = 1.2  # if the times differ by more than this factor, another plan is requested
+LEAST = 5  # minimum number of compared steps
+MATTERS = 1.2  # another plan is requested if the times differ by more than this factor
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares median expected and measured step times once per plan, without the slow first step of each strategy."""
+    """Compares median expected and measured step times once per plan; skips the slow first step of each strategy."""
 
     def __init__(self) -> None:
         self.restart()

@@ -1,13 +1,13 @@
 """Corrections to the rates of slow ranks, learned from how long other ranks wait for their pipelines.
 
-A rate scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
+A rank's rate (slowdown) scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
 
-    late     how long ranks in pipelines without slow ranks wait for gradients, as a fraction of the rest of the step
-             (the minimum over these ranks), minus the usual fraction when all ranks are healthy
+    late     time that ranks in pipelines without slow ranks wait for gradients, divided by the rest of their step time
+             (minimum over these ranks), minus the usual quotient when all ranks are healthy
     planned  rate that plans assume for slow ranks of a late pipeline: the previous rate times 1 + AHEAD * late
 
-AHEAD exceeds 1, because fixed costs do not shrink if a pipeline gets fewer tokens. A correction that makes steps longer
-is reverted, and no further correction is tried until the rates change.
+AHEAD exceeds 1, because fixed costs remain if a pipeline gets fewer tokens. A correction that makes steps longer is
+reverted, and no further correction is tried until the rates change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hydragraph.train.stragglers.straggler_state import Learned
 AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that is corrected
 LOOK = 4  # lateness is measured over this many steps
-USUAL = 8  # number of steps without slow ranks whose median wait is the usual wait
+USUAL = 8  # the usual wait is the median over this number of steps without slow ranks
 
 
 class Lateness:
     """Learns from finished steps which rates plans should assume for slow ranks.
 
     Args:
-        switched: whether the running plan is for the current rates.
+        switched: whether the running plan was made for the current rates.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, Learned] | None = None) -> None:
@@ -42,7 +42,7 @@ class Lateness:
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
         self._open = switched
-        # Step time and rates before the last correction.
+        # Step time and rates before the correction that is being tested.
         self._before: tuple[float, dict[int, Learned]] | None = None
         self._ended = False  # whether the last correction did not help
         self._rates = Health()
@@ -136,7 +136,7 @@ def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bo
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return the wait for slow pipelines, as a fraction of the rest of the step, and the slow ranks that cause it."""
+    """Return the wait for slow pipelines divided by the rest of the step time, and the slow ranks that cause it."""
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
     fast = [devices for devices in used if devices not in slow]

@@ -43,7 +43,7 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Measures the slowdowns of all ranks, on one rank. `costs` are for healthy ranks.
+    """Measures the slowdowns of all ranks; runs on one rank. `costs` are for healthy ranks.
 
     Attributes:
         corrections: for each rank, the ratio of measured to predicted times of blocks.
@@ -100,7 +100,7 @@ class Monitor:
                 remedy="measure this model with hydragraph profile",
             )
         if first_time:
-            return ()  # the first step compiles graphs and allocates memory
+            return ()  # a strategy's first step compiles graphs and allocates memory
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
         crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
@@ -119,7 +119,7 @@ class Monitor:
         return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
 
     def baseline(self, ranks: Sequence[RankTimes]) -> None:
-        """Record the first probe of each rank."""
+        """Record each rank's first speed measurement (`runtime.speed_probe`)."""
         for rank, times in enumerate(ranks):
             if times.probe > 0:
                 self._probed.setdefault(rank, times.probe)

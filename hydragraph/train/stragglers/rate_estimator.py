@@ -1,20 +1,20 @@
 """Estimation of ranks' slowdowns from noisy measurements.
 
-Each iteration yields measured and predicted times for every rank and kind of work (blocks of one template, in one kind
-of stage, on one type of device). Three unknowns explain their ratio:
+Each iteration yields a measured and a predicted time for every rank and kind of work (blocks of one template, in one
+kind of stage, on one type of device). Three unknowns explain their ratio:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
 - factor: the error of the cost model for a kind of work; estimated as the median over iterations and healthy ranks.
 - common: a slowdown of all ranks, as on a busy machine; estimated as the lower median over ranks.
 - rate: the remaining slowdown of a rank. A rank becomes a straggler when its slowdown exceeds both `enter` and CERTAIN
-  times the scatter of healthy ranks in NEEDED of the last OF iterations. NEEDED and OF are doubled if that multiple of
-  the scatter exceeds the square of `enter`. A straggler becomes healthy when its slowdown is below `leave` in as many
+  times the scatter of healthy ranks in NEEDED of the last OF iterations. NEEDED and OF are doubled if CERTAIN times the
+  scatter exceeds the square of `enter`. A straggler becomes healthy when its slowdown is below `leave` in NEEDED of OF
   iterations.
 - scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both equal
   the standard deviation if errors are normally distributed; the percentile also detects bursts.
 
-While a rank has less than LITTLE of the busiest rank's work, its rate can only fall, because unpredicted costs
+While a rank has less than LITTLE times the work of the busiest rank, its rate can only fall, because unpredicted costs
 dominate.
 """
 
@@ -149,7 +149,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # Leave out ranks that were found slow in the meantime.
+            # Leave out ranks that have become stragglers since then.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
@@ -171,7 +171,7 @@ class Estimator:
         return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # A straggler's wrong rate must not make other ranks look slow.
+        # A straggler with a wrong rate must not make other ranks look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or stragglers) if logs else 0.0

@@ -29,7 +29,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # A signal reaches the whole process group, but training may still need this process to finish a step.
+    # Signals reach the whole process group, but training may need this process to finish a step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)

@@ -1,4 +1,4 @@
-"""Choice of the state's home (the owners) by the ranks' speed and memory, and moves of the state in bounded stages.
+"""Choice of the ranks that own the state (its home) by their speed and memory, and division of moves into stages.
 
 Each owner sums the gradients of its share of the state, and updates the share after the last push. A step ends when the
 slowest owner is done:
@@ -6,8 +6,8 @@ slowest owner is done:
     seconds(shares) = max over ranks of  slowdown x share x (seconds that a healthy device takes for the whole state)
 
 The maximum is smallest if shares are proportional to 1 / slowdown, as far as memory allows. A very slow rank should own
-no state, because each owner exchanges messages for every bucket. The cost of a move is the time to send gradients of
-the moved elements to the rank that receives the most elements (`hydragraph.engine.live_reshard`).
+no state, because each owner exchanges messages for every bucket. The cost of a move is the time for sending gradients
+to the rank that receives the most elements (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
-GAIN = 1.2  # minimum gain of a move, as a multiple of the cost
+GAIN = 1.2  # minimum gain of a move, as a multiple of its cost
 GRADIENT_BYTES = 4
 ROUNDED = 100  # shares are rounded to 1/100 of the largest share, so that noise does not change them
-TIGHT = 1.01  # memory for rounded shares, as a multiple of the memory for exact shares
+TIGHT = 1.01  # rounded shares may need this multiple of the memory of exact shares
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class StateCosts:
         update_s: seconds that a healthy device takes to update the whole state.
         bytes_per_element: bytes of weight and optimizer state that a move sends per element (12 with Adam).
         free_bytes: memory for state on each rank; None: unlimited.
-        held_bytes: memory that an owner needs per element, with gradient and messages; None: `bytes_per_element`.
-        messages_s: seconds that a healthy owner takes for a step's messages.
+        held_bytes: memory that an owner needs per element, including gradient and messages; None: `bytes_per_element`.
+        messages_s: seconds that a healthy owner takes for the messages of a step.
     """
 
     update_s: float
@@ -61,8 +61,7 @@ class Rehoming:
     """A new home that is worth the move.
 
     Attributes:
-        before_s: seconds that the slowest owner takes per step before the move.
-        after_s: seconds that the slowest owner takes per step after the move.
+        before_s, after_s: seconds that the slowest owner takes per step, before and after the move.
     """
 
     home: Home
@@ -84,9 +83,9 @@ def rehoming(
     """Return a home to move to if the move pays off within `steps`, else None.
 
     Args:
-        running: the current home, with `nodes` set if there are copies.
+        running: the current home; `nodes` must be set if there are copies.
         buckets: buckets of the state. Without `question`, all buckets have the same shares in the new home.
-        question: if given, the result of `choose_home` is also a candidate, and the time of exchanges counts.
+        question: if given, the home from `choose_home` is also a candidate, and the time of exchanges counts.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
@@ -134,7 +133,7 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return a home with all ranks as owners, one without the slowest rank, one without the two slowest, ..."""
+    """Return homes whose owners are all ranks, all except the slowest rank, all except the two slowest, ..."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
@@ -206,7 +205,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move; in a stage, a rank receives one bucket or at most `elements`.
+    """Yield the home after each stage of a move; in a stage, a rank receives one bucket, or at most `elements`.
 
     If copies or nodes differ, the move has a single stage.
     """

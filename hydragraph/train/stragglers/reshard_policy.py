@@ -1,6 +1,6 @@
 """Resharding policy of the leading rank: it moves state away from slow ranks if the move pays off.
 
-State moves in parts. A rank receives a part in at most the fraction BESIDE of a step's time, so that training waits
+State moves in parts. Each part is small enough to arrive within the fraction BESIDE of a step, so that training waits
 only for the part's gradients (`Executable.rehome`).
 """
 
@@ -23,7 +23,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5
 COOLDOWN = 6  # minimum number of steps between two decisions
 MIX = 16  # number of recent steps in the mix of strategies
-CHANGED = 0.25  # minimum change of the mix of recent strategies, as a fraction, for which a home is chosen again
+CHANGED = 0.25  # choose the home again if at least this fraction of the mix of recent strategies has changed
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -40,11 +40,11 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Return `state` with `free_bytes` set to the memory that strategies and messages leave free.
+    """Return `state` with `free_bytes`, the memory that strategies and messages leave free.
 
     Args:
         tokens: number of tokens in the largest mini-batch.
-        owned: number of elements that each rank owns now, which always fit.
+        owned: number of elements that each rank owns now; they always fit.
     """
     beside = [0.0] * costs.ranks
     for strategy in strategies:
@@ -63,7 +63,7 @@ class Following:
 
     Attributes:
         memory: costs that include the ranks' memory; None: memory is unlimited.
-        rule: how the running strategies determine the owners; needs `memory`. None: strategies have no effect.
+        rule: how strategies determine the owners; needs `memory`. None: they have no effect.
     """
 
     home: Home
@@ -94,7 +94,7 @@ class Following:
 
     @property
     def moving(self) -> bool:
-        """Whether parts have yet to move, not counting the part that is moving now."""
+        """Whether more parts will move after the part that is moving now."""
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
@@ -103,7 +103,7 @@ class Following:
     def stepped(
         self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
     ) -> tuple[RunEvent, ...]:
-        """Decide after a step whether to move state; return the decision to move, if any.
+        """Decide after a step whether to move state; return an event if state will move.
 
         Args:
             strategies: the strategy of this step, then other strategies that may be used.

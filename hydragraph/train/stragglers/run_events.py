@@ -1,4 +1,4 @@
-"""Events of a run's ranks and decisions about them, as lines of `events.jsonl`.
+"""Events of a run, such as lost ranks and decisions, which are lines of `events.jsonl`.
 
 {"time": "2026-11-22T20:31:07+00:00", "step": 41, "event": "straggler", "ranks": [2], "seconds": 0.0,
  "why": "rank 2 takes 2.57 times as long as its peers", "rates": {"2": 2.57}}
@@ -15,7 +15,7 @@ from typing import Literal
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
-# Titles of events, in the order of the loss picture.
+# Titles of events, in the order in which the loss picture shows them.
 TITLES: Mapping[Name, str] = {
     "fault": "rank lost",
     "leave": "rank left",
@@ -29,7 +29,7 @@ TITLES: Mapping[Name, str] = {
     "saved": "saved",
 }
 
-# Part of the reason of a "resumed" event if state was lost.
+# The reason of a "resumed" event contains this text if state was lost.
 STATE_LOST = "state was lost"
 
 
@@ -45,8 +45,7 @@ class RunEvent:
         step: last step before the event.
         seconds: for `resumed`, time from the failure until training continued; for `saved`, time that training waited;
             for `switch`, expected cost.
-        before_s: expected step time without the decision, in seconds.
-        after_s: expected step time with the decision, in seconds.
+        before_s, after_s: expected step time without and with the decision, in seconds.
         lost_steps: number of steps that were undone because state was lost.
         read_bytes: bytes of checkpoint pieces read from each place (memory, disk and store).
     """

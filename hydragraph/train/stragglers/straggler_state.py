@@ -9,13 +9,13 @@ SAME = 1.6  # rates count as equal if they differ by at most this factor
 
 
 class Learned(NamedTuple):
-    """A rank's measured rate (`known`), and the rate that plans assume instead (`planned`)."""
+    """A rank's measured slowdown (`known`), and the slowdown that plans assume instead (`planned`)."""
 
     known: float
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether `planned` applies to a measured rate: the rate is roughly between `known` and `planned`."""
+        """Return whether `planned` replaces a measured rate, which must be roughly between `known` and `planned`."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
