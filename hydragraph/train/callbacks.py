@@ -36,7 +36,7 @@ class Callbacks:
 
     @contextmanager
     def started(self, config: TrainConfig) -> Iterator[None]:
-        """Call on_start, and after the block on_end if on_start succeeded; errors of the block take precedence."""
+        """Call on_start, and on_end after the `with` block if on_start succeeded; block errors take precedence."""
         with ExitStack() as ends:
             for callback in self._objects:
                 _call(callback, "on_start", config)

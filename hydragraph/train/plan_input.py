@@ -31,10 +31,10 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None:
-    """Read a profile of identical devices, the measured costs of a cluster, or an unmeasured cluster.
+    """Read what `plan` names: a profile of identical devices, measured costs of a cluster, or an unmeasured cluster.
 
     Raises:
-        ValueError: a file is invalid or does not fit the run.
+        ValueError: a file is invalid or does not match the run.
     """
     profile = None if plan.profile is None else read_profile(plan.profile)
     if plan.cluster is None:

@@ -131,7 +131,7 @@ class RunFolder:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Lock the folder during the block; raise ValueError if another run uses the folder."""
+        """Lock the folder during the `with` block; raise ValueError if another run uses the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -147,7 +147,7 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Take over the folder's lock from a lost rank of the same run, during the block.
+        """Take over the folder's lock from a lost rank of the same run, during the `with` block.
 
         Args:
             patience_s: seconds to wait for the lock before continuing without it.

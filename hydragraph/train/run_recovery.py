@@ -229,10 +229,10 @@ def resumed(
     seconds: float,
     read: Mapping[str, int],
 ) -> RunEvent:
-    """Return the event that reports the continued run.
+    """Return the "resumed" event of a continued run.
 
     Args:
-        undone: last finished step before the return to a checkpoint.
+        undone: last step before the return to a checkpoint.
     """
     survived, _ = told[-1]
     step = survived.step

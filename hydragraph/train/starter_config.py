@@ -81,7 +81,7 @@ def _remedy(path: Path) -> str:
 
 
 def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
-    """Return a commented config; `output` is the run folder."""
+    """Return the config as YAML with comments; `output` is the run folder."""
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
@@ -193,7 +193,7 @@ def _paths_comment(found: InspectedPaths) -> str:
     return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # Python's standard library"
 
 
-_OBJECTIVE = ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; see docs/preferences.md"]
+_OBJECTIVE = ["objective: {dpo: {beta: 0.1}}  # or simpo or orpo, which need no reference; see docs/preferences.md"]
 _PRETRAINING = [
     "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
     "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",

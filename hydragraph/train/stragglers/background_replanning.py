@@ -65,7 +65,7 @@ class Replanned:
     """Answer to a ReplanQuestion.
 
     Attributes:
-        static: index of the strategy for all mini-batches; None: each mini-batch gets its own.
+        static: index of the strategy for all mini-batches; None: each mini-batch gets its own strategy.
         before_s, after_s: expected mean step time of the running and of the new plan, in seconds.
         refused: reason why no strategy was found; else "".
     """

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # minimum number of iterations for the factor of a kind of work
+CALIBRATION = 5  # iterations before the factor of a kind of work is used
 WINDOW = 32  # number of iterations in medians
 NEEDED = 3
 OF = 4
@@ -139,7 +139,7 @@ class Estimator:
         """Record one iteration; return the rates that changed.
 
         Args:
-            idle: slowdown of ranks that did not compute, measured by a probe.
+            idle: slowdown of ranks that did not compute, from a speed measurement.
         """
         rank_seconds = self._known(work)
         logs = {rank: math.log(measured / expected) for rank, (measured, expected) in rank_seconds.items()}
