@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
@@ -276,10 +276,15 @@ def owners(
     return home, memory
 
 
-def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
+def owners_by_block(
+    costs: Costs, strategy: Strategy, assignment: Assignment, worth: Callable[[Home], bool] = lambda home: True
+) -> tuple[Home, tuple[int, ...]] | None:
     """Choose owners of each block; return the home and every rank's peak memory, None if they do not fit.
 
     If stages stream, ranks with too little memory get smaller shares.
+
+    Args:
+        worth: returns whether to compute the memory with a home; if not, the result is None.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -290,6 +295,8 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
         if strategy.streams and (min(room) < 0 or sum(room) * per < costs.home.copies * state_bytes(costs)):
             break
         home = home_by_block(costs, strategy, costs.home, room)
+        if not worth(home):
+            break
         memory = _walked_whole(costs.changed(home=home), strategy, decisive)
         if all(total <= limit or not total for total, limit in zip(memory, limits, strict=True)):
             return home, memory

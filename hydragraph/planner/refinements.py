@@ -20,6 +20,7 @@ from hydragraph.planner.deadline import is_late
 from hydragraph.planner.micro_batch_sizes import cut
 from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs, owners_by_block, simulated
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
@@ -115,9 +116,10 @@ def _interleaved(costs: Costs, needed: Needed, plan: Settled, until: float | Non
         strategy = interleaved(plan.strategy, visits)
         if strategy is None or is_late(until):
             break
-        tried = [simulated(costs, owned_plan) for owned_plan in _with_owners(costs, needed, plan, strategy)]
+        below = min((faster.seconds for faster in faster_plans), default=plan.seconds)
+        tried = _with_owners(costs, needed, plan, strategy, below)
         fastest = min(tried, key=lambda each: each.seconds, default=plan)
-        if fastest.seconds >= min((faster.seconds for faster in faster_plans), default=plan.seconds):
+        if fastest.seconds >= below:
             break
         faster_plans.append(fastest)
     return faster_plans
@@ -146,19 +148,25 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
     return turns
 
 
-def _with_owners(costs: Costs, needed: Needed, plan: Settled, strategy: Strategy) -> Iterator[Settled]:
+def _with_owners(costs: Costs, needed: Needed, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
+    """Yield simulations of another strategy with the plan's home, and with owners by block if faster than `below`."""
+
+    @cache  # a simulation takes less time than memory, so it comes first
+    def tried(home: Home) -> Settled:
+        return simulated(costs, replace(plan, strategy=strategy, home=home))
+
     memory = _fitting(costs, needed, plan, strategy)
     if memory is not None and not plan.home.buckets:
-        yield replace(plan, strategy=strategy, memory=memory)
+        yield replace(tried(plan.home), memory=memory)
     if not strategy.streams:
         longest = max(plan.assignments, key=lambda assignment: sum(assignment.lengths))
-        chosen = owners_by_block(costs, strategy, longest)
+        chosen = owners_by_block(costs, strategy, longest, lambda home: tried(home).seconds < below)
         if chosen is not None:
             home, memory = chosen
             if len(plan.assignments) > 1:
                 memory = held(costs, strategy, home, plan.assignments)
             if _fits(costs, memory):
-                yield replace(plan, strategy=strategy, home=home, memory=memory)
+                yield replace(tried(home), memory=memory)
 
 
 def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, ...]) -> list[Settled]:
