@@ -55,10 +55,6 @@ _ROWS: Mapping[int, frozenset[Any]] = {
 _OF_TWO = aten_operators("bilinear gru_cell rnn_tanh_cell rnn_relu_cell")  # two inputs, then weights
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
 RESHAPES = VIEWS | aten_operators("view_as reshape_as")
-_ELEMENTWISE = aten_operators("""
-    real imag conj _conj resolve_conj polar complex __or__.Tensor __and__.Tensor __xor__.Tensor __or__.Scalar
-    __and__.Scalar __xor__.Scalar
-""")
 LOSSES = aten_operators("cross_entropy_loss nll_loss_nd")
 _POINTWISE_LOSSES = aten_operators("""
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
@@ -158,7 +154,7 @@ def _problem(
 def _is_pointwise(node: fx.Node) -> bool:
     if node.target in _POINTWISE_LOSSES:
         return bool(argument_of(node, "reduction") == 0)  # "none"
-    return is_pointwise(node) or node.target in _ELEMENTWISE
+    return is_pointwise(node)
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:

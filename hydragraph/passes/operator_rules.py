@@ -26,7 +26,7 @@ from hydragraph.passes.graph_node import (
     varlen,
 )
 from hydragraph.passes.tensor_cut import Cut, Cuts, width
-from hydragraph.private.operator_schemas import has_tag
+from hydragraph.private.operator_schemas import aten_operators, has_tag
 from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten
@@ -391,11 +391,11 @@ def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 # Pointwise operators without PyTorch's tag `pointwise`.
-_UNTAGGED = (
-    *(aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.rsub.Tensor, aten.masked_fill.Tensor),
-    *(aten.log_sigmoid.default, aten.hardswish.default, aten.prelu.default, aten.isclose.default, aten.ldexp.Tensor),
-    *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.special_ndtr.default),
-)
+_UNTAGGED = aten_operators("""
+    where.Scalar where.ScalarSelf where.ScalarOther rsub.Tensor masked_fill.Tensor log_sigmoid hardswish prelu isclose
+    ldexp.Tensor floor_divide floor_divide.Scalar special_ndtr real imag conj _conj resolve_conj polar complex
+    __or__.Tensor __and__.Tensor __xor__.Tensor __or__.Scalar __and__.Scalar __xor__.Scalar
+""")
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_UNTAGGED, pointwise),

@@ -388,6 +388,15 @@ def test_pairs_of_numbers_are_complex_numbers_of_the_same_heads() -> None:
     }
 
 
+def test_operators_without_a_tag_that_treat_each_element_alone_stay_cut() -> None:
+    def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        u = F.linear(x, a)
+        waves = torch.polar(u.exp(), u)
+        return F.linear(torch.where((u > 0) | (u < -1), waves.real, waves.imag), b)
+
+    assert analysed(gated, (5, 32), (64, 32), (32, 64))[1] == {"a_1": ShardRule(0, (64,)), "b_1": ShardRule(1, (64,))}
+
+
 @pytest.mark.parametrize(
     "between",
     [
