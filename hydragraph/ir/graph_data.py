@@ -139,6 +139,8 @@ def _argument(value: Any) -> Any:
             return value
         case float():
             return value if math.isfinite(value) else {"float": str(value)}
+        case complex():
+            return {"complex": [_argument(value.real), _argument(value.imag)]}
         case fx.Node():
             return {"node": value.name}
         case tuple():
@@ -211,6 +213,8 @@ def _read(value: Any, by_name: Mapping[str, fx.Node]) -> Any:
         return torch.device(content)
     if kind == "float":
         return float(content)
+    if kind == "complex":
+        return complex(*(_read(v, by_name) for v in content))
     constant = getattr(torch, content, None)
     if kind != "torch" or not isinstance(constant, _FORMATS):
         raise ValueError(f"a saved graph has the unknown argument {value!r}: capture the model again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_graphs_come_back_as_they_were(variants: Variants) -> None:
             assert back.code == graph.code
             pairs = zip(graph.graph.nodes, back.graph.nodes, strict=True)
             assert all(sizes(value_of(a)) == sizes(value_of(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("number", [1j, complex(-0.5, math.inf)])
+def test_complex_numbers_come_back(number: complex) -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.mul.Scalar, (graph.placeholder("x"), number)),))
+    (back,) = through_json(fx.GraphModule({}, graph))
+    assert list(back.graph.nodes)[1].args[1] == number
 
 
 @only("gpt2")

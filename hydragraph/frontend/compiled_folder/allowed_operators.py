@@ -134,7 +134,7 @@ def _fits(kind: str, value: object) -> bool:
         return True
     match kind:
         case "Tensor" | "number" | "float" | "complex":  # PyTorch accepts a number as a 0-d tensor
-            return isinstance(value, int | float) or tag == "float"
+            return isinstance(value, int | float) or tag == "float" or (tag == "complex" and kind != "float")
         case "int" | "SymInt" | "bool":
             return isinstance(value, int)
         case "ScalarType" | "MemoryFormat" | "Layout":

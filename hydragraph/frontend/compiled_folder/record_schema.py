@@ -267,6 +267,9 @@ class _Graph:
             case "tuple" | "slice":
                 self._argument(listed(content, f"a {kind}"))
                 right = kind == "tuple" or len(content) == 3
+            case "complex":
+                self._argument(listed(content, "a complex number"))
+                right = len(content) == 2 and all(isinstance(part, int | float | dict) for part in content)
             case "torch":
                 right = isinstance(content, str) and (content in _DTYPES or content in _FORMATS)
             case "device":

@@ -78,5 +78,6 @@ def test_calls_that_can_be_made_are_not() -> None:
     check_call("aten::cat.default", [[{"node": "x"}, {"node": "y"}], 1], [])
     check_call("aten::index.Tensor", [{"node": "x"}, [None, {"node": "y"}]], [])
     check_call("aten::full.default", [[2], {"float": "-inf"}], {"dtype": {"torch": "float32"}, "pin_memory": False})
+    check_call("aten::mul.Tensor", [{"node": "x"}, {"complex": [0.0, 1.0]}], [])
     check_call("operator.floordiv", [{"node": "x"}, 2], [])
     check_call("math.sqrt", [{"node": "x"}], [])
