@@ -180,7 +180,9 @@ class _Module:
                 continue
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
-                what = "the tensor was replaced or edited after hg.compile, but training uses a copy made by hg.compile"
+                what = (
+                    "the tensor was replaced or edited after hg.compile; only values of full_state_dict() may be loaded"
+                )
                 raise _refused(part.name, what)
             part.tensor, part.state = weakref.ref(tensor), _state(tensor)
 

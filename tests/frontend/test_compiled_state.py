@@ -111,7 +111,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "settings in an object": (lambda m: setattr(m[1].options, "gain", 2.0), "1.options: 'gain'"),
     "a setting of PyTorch's module": (lambda m: setattr(m[0].norm, "eps", 1e-3), "0.norm: 'eps'"),
     "frozen": (lambda m: m[0].requires_grad_(False), "0.linear.weight: requires_grad was True .* False"),
-    "values": (lambda m: edited(m[1].linear.weight), "1.linear.weight: the tensor was replaced or edited"),
+    "values": (lambda m: edited(m[1].linear.weight), "1.linear.weight: .* only values of full_state_dict"),
     "data": (lambda m: freed(m[0].norm.bias), "0.norm.bias: the tensor was replaced or edited"),
     "a buffer": (lambda m: edited(m[0].shift), "0.shift: the tensor was replaced or edited"),
     "another parameter": (lambda m: setattr(m[0].linear, "bias", nn.Parameter(torch.zeros(4))), "0.linear.bias"),
