@@ -79,11 +79,13 @@ def rehoming(
     costs: StateCosts,
     steps: int,
     question: HomeQuestion | None = None,
+    given: Home | None = None,
 ) -> Rehoming | None:
     """Return a home to move to if the move pays off within `steps`, else None.
 
     Args:
         running: the current home; `nodes` must be set if there are copies.
+        given: the user's home, which is restored without a slow rank, even if the move does not pay off.
         buckets: buckets of the state. Without `question`, all buckets have the same shares in the new home.
         question: if given, the home from `choose_home` is also a candidate, and the time of exchanges counts.
 
@@ -95,6 +97,9 @@ def rehoming(
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
     if question is not None:
         homes.append(replace(choose_home(question), nodes=running.nodes))
+    restored = False
+    if given is not None and not health.rates and _fits(given, ranks, buckets, costs):
+        restored, homes = True, [given]
 
     def seconds(home: Home) -> float:
         exchanged = 0.0 if question is None else expected_s(question, home)
@@ -106,12 +111,15 @@ def rehoming(
     after = seconds(home)
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
-    if fits and (not fitting or (before - after) * steps <= GAIN * moving):
+    pays = moving > 0 if restored else (before - after) * steps > GAIN * moving
+    if fits and not (fitting and pays):
         return None
     slow = ", ".join(f"rank {rank} ({rate:.2f}x)" for rank, rate in health.rates.items())
     waited = f"owners wait for {slow or 'the owner with the largest share'}"
     if question is not None and not slow:
         waited = "the state is placed for strategies that no longer run"
+    if restored:
+        waited = "no rank is slow"
     cause = waited if fits else "a rank has too little memory for its share"
     why = (
         f"{cause}: the slowest owner will take {after:.4f} s instead of {before:.4f} s per step in {steps} remaining "

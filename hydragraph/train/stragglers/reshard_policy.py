@@ -82,6 +82,7 @@ class Following:
         self._decided_at: int | None = None
         self._parts: deque[Home] = deque()
         self._under_way = False
+        self._given = self.home if self.rule is None else None
 
     @property
     def next(self) -> Home | None:
@@ -123,7 +124,7 @@ class Following:
             owned = owned_by(self.home, self.ranks, self.buckets)
             costs = with_room(costs, self.memory.changed(home=self.home), strategies, tokens, owned)
         question = self._question(health, costs)
-        better = rehoming(self.home, self.ranks, self.buckets, health, costs, self.steps - step, question)
+        better = rehoming(self.home, self.ranks, self.buckets, health, costs, self.steps - step, question, self._given)
         if better is None:
             return ()
         home = replace(better.home, nodes=self.home.nodes)

@@ -63,6 +63,20 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     assert "in 1 parts" in back.why, "a longer step hides a larger part"
 
 
+def test_the_users_home_is_restored_after_a_rank_was_slow() -> None:
+    given = Home((3.0, 1.0, 1.0, 0.0))
+    following = Following(given, 4, BUCKETS, StateCosts(0.4, 12, 1e9), 10_000)
+    assert following.stepped(1, Health(), 1.0) == ()
+    (_,) = following.stepped(2, SLOW, 1.0)
+    while following.next is not None:
+        following.begun()
+        following.stepped(3, SLOW, 1.0)
+    assert following.home != given
+    (back,) = following.stepped(2 + COOLDOWN, Health(), 1.0)
+    assert "no rank is slow" in back.why
+    assert following.target == given
+
+
 def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> None:
     where = cluster(2, 1, outer=Interconnect(1e6, 0.0))
     found = costs(4, where, home=Home())
