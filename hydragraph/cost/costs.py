@@ -90,6 +90,7 @@ class Costs(Pricing):
         home: Home | None = None,
         corrections: Corrections | None = None,
         push_itemsize: int | None = None,
+        state_bytes: int | None = None,
     ) -> Costs:
         """Return costs with some arguments replaced."""
         costs = Costs(
@@ -98,7 +99,7 @@ class Costs(Pricing):
             self.health if health is None else health,
             home=self.home if home is None else home,
             blocks=self._given_blocks,
-            state_bytes=self.state_bytes,
+            state_bytes=state_bytes or self.state_bytes,
             corrections=self.corrections if corrections is None else corrections,
             push_itemsize=push_itemsize or self.push_itemsize,
         )

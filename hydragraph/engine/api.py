@@ -24,7 +24,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.timeline import simulate as simulate_programs
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
-from hydragraph.engine.automatic_plan import Subject, plan_automatically
+from hydragraph.engine.automatic_plan import Subject, plan_automatically, state_bytes_of
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
 from hydragraph.engine.compiled_model import ExecutableOptions
 from hydragraph.engine.executable import Executable
@@ -207,9 +207,11 @@ def compile(
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
             captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
         program = _for_gpus(_with_limits(captured.program, window, push_dtype), world)
-        planning = Planning(_priced(profile, program, automatic, backend, world), lengths, policy or Policy())
+        costs = _priced(profile, program, automatic, backend, world, optimizer)
+        planning = Planning(costs, lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
-            subject = _subject(program, source, _backend(backend, world.device, deterministic), owners or AUTO, fewer)
+            on = _backend(backend, world.device, deterministic)
+            subject = _subject(program, source, on, owners or AUTO, fewer, optimizer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         graphs = (mode_of(check), captured.library, captured.variants)
         options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
@@ -221,9 +223,17 @@ def compile(
 
 
 def _priced(
-    profile: Profile | Costs | Cluster | None, program: Program, automatic: bool, backend: str | None, world: World
+    profile: Profile | Costs | Cluster | None,
+    program: Program,
+    automatic: bool,
+    backend: str | None,
+    world: World,
+    optimizer: OptimizerFactory | None,
 ) -> Profile | Costs | None:
     """Return the given costs or, for a cluster, the costs that its datasheets predict."""
+    if isinstance(profile, Costs) and optimizer is not None:
+        element = state_bytes_of(program, optimizer)
+        return profile if element == profile.state_bytes else profile.changed(state_bytes=element)
     if not isinstance(profile, Cluster):
         return profile
     most = max(profile.node(device.node).devices for device in profile.devices)
@@ -232,7 +242,8 @@ def _priced(
     inductor = choose_backend(backend, world.device) == "inductor"
     variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
     blocks = CompiledBlocks(program, variants.get)
-    return Costs(sheet, profile, blocks=blocks, push_itemsize=program.push_dtype.itemsize)
+    element = state_bytes_of(program, optimizer)
+    return Costs(sheet, profile, blocks=blocks, push_itemsize=program.push_dtype.itemsize, state_bytes=element)
 
 
 def _for_gpus(program: Program, world: World) -> Program:
@@ -248,8 +259,15 @@ def _backend(asked: str | None, device: torch.device, deterministic: bool) -> st
     return backend
 
 
-def _subject(program: Program, source: _Source, backend: str, home: Home, fewer: Sequence[int]) -> Subject:
-    return Subject.of(program, source.buffers, backend, home_for(home, fewer) if fewer else home)
+def _subject(
+    program: Program,
+    source: _Source,
+    backend: str,
+    home: Home,
+    fewer: Sequence[int],
+    optimizer: OptimizerFactory | None,
+) -> Subject:
+    return Subject.of(program, source.buffers, backend, home_for(home, fewer) if fewer else home, optimizer)
 
 
 def _held(executable: Executable, joining: bool) -> Executable:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.rank_memory import STATE_BYTES
 from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
 from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
@@ -34,6 +36,7 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.device_reports import report_devices, types_of
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
+from hydragraph.runtime.supported_optimizers import OptimizerFactory, state_bytes
 from hydragraph.spec.home import Home
 from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.spec.stage_kind import StageKind
@@ -58,13 +61,17 @@ ASSUMED = (4, 512)
 class Subject:
     model: MeasuredModel
     home: Home
+    state_bytes: int
 
     @staticmethod
-    def of(program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home) -> Subject:
+    def of(
+        program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home, optimizer: OptimizerFactory | None
+    ) -> Subject:
         limits = field_ranges_of(program)
         vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
         positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
-        return Subject(MeasuredModel(program, buffers, vocabulary, positions, backend), home)
+        element = state_bytes_of(program, optimizer)
+        return Subject(MeasuredModel(program, buffers, vocabulary, positions, backend), home, element)
 
     @property
     def program(self) -> Program:
@@ -208,7 +215,16 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
 
 
 def _priced(subject: Subject, profile: Profile, found: Discovered) -> Costs:
-    return Costs(profile, found.cluster, home=subject.home, push_itemsize=subject.program.push_dtype.itemsize)
+    push = subject.program.push_dtype.itemsize
+    return Costs(profile, found.cluster, home=subject.home, push_itemsize=push, state_bytes=subject.state_bytes)
+
+
+def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
+    """Return the bytes of state per trained element, or Adam's if the optimizer cannot be tried."""
+    names = [parameter.name for bucket in program.buckets if bucket.learns for parameter in bucket.parameters]
+    with suppress(Exception):
+        return STATE_BYTES if optimizer is None else state_bytes(optimizer, names, program.dtype)
+    return STATE_BYTES
 
 
 def _of_first(groups: Groups, value: T) -> T:

@@ -21,7 +21,7 @@ from hydragraph.cluster.failure.rank_watch import CLOSED
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.engine.automatic_plan import Subject, measure_newcomers, plan_automatically
+from hydragraph.engine.automatic_plan import Subject, measure_newcomers, plan_automatically, state_bytes_of
 from hydragraph.engine.candidate_strategies import request_of
 from hydragraph.engine.collective_call import ENDS, Restriction, collective
 from hydragraph.engine.membership import Membership
@@ -167,7 +167,8 @@ class Executable(Membership):
         if self._first_profile is None and measured is not None:
             profile, cluster, self.measured_seats, lengths = measured
             self._measures = True
-            self._first_profile = Costs(profile, cluster, home=self.wanted_home)
+            element = state_bytes_of(self.program, self._optimizer)
+            self._first_profile = Costs(profile, cluster, home=self.wanted_home, state_bytes=element)
             self.planning = replace(self.planning, lengths=self.planning.lengths or lengths)
 
     def measure(self, world: World, seats: Sequence[int]) -> None:
@@ -192,7 +193,8 @@ class Executable(Membership):
 
     @property
     def _subject(self) -> Subject:
-        return Subject.of(self.program, self._compiled.buffers, self._compiled.backend, self.wanted_home)
+        compiled = self._compiled
+        return Subject.of(self.program, compiled.buffers, compiled.backend, self.wanted_home, self._optimizer)
 
     @property
     def explanation(self) -> tuple[str, ...]:

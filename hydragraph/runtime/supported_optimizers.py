@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
         if kind is None or issubclass(kind, ELEMENTWISE):
             raise
         raise _not_elementwise(kind) from error
+
+
+def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dtype) -> int:
+    """Return the bytes per element of fp32 weights, optimizer state and the rounded weights of `hydragraph.AdamW`."""
+    named = [(name, nn.Parameter(torch.ones(2))) for name in names]
+    for _, parameter in named:
+        parameter.grad = torch.ones(2)
+    optimizer = call_factory(factory, named)
+    optimizer.step()
+    states = [optimizer.state[parameter].values() for group in optimizer.param_groups for parameter in group["params"]]
+    kept = max(sum(v.element_size() for v in s if isinstance(v, torch.Tensor) and v.numel() == 2) for s in states)
+    rounded = dtype.itemsize if isinstance(optimizer, AdamW) and dtype.itemsize == 2 else 0
+    return torch.float32.itemsize + kept + rounded
 
 
 def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:

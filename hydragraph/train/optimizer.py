@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hydragraph.kernels.adamw import AdamW
+from hydragraph.runtime import supported_optimizers
 from hydragraph.runtime.supported_optimizers import ELEMENTWISE
 from hydragraph.train.config import OptimizerConfig, ScheduleConfig
 
@@ -52,17 +53,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
     """Return the bytes that the fp32 weight and the optimizer state take per element."""
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    model = nn.Module()
-    model.register_parameter("weight", parameter)
-    optimizer = optimizer_factory(config, model)([("weight", parameter)])
-    optimizer.step()
-    kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() == 2]
-    total = sum(tensor.element_size() for tensor in (parameter, *kept))
-    # hydragraph.AdamW also keeps rounded weights (`runtime.rounded_weights`).
-    fused = config.name == "AdamW" and device is not None and device.type == "cuda"
-    return total + (dtype.itemsize if fused and dtype.itemsize == 2 else 0)
+    return supported_optimizers.state_bytes(optimizer_factory(config, nn.Module(), device), ["weight"], dtype)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -51,6 +51,14 @@ class Trained:
     measured: tuple[str, ...]
 
 
+def test_costs_have_the_state_of_the_optimizer() -> None:
+    where = Cluster((Device(1e11, 8 * 10**9, 1e10),), Interconnect(1e9, 1e-5), Interconnect(1e9, 1e-5))
+    exe = hg.compile(llama(layers=1), "<tp1,pp1>", sgd, profile=where)
+    assert isinstance(exe.profile, Costs)
+    assert exe.profile.state_bytes == 4
+    exe.close()
+
+
 def ready() -> Ready:
     return Ready.of(llama(layers=2), ["<tp1,pp1>", "<tp2,pp1>"])
 

@@ -12,7 +12,13 @@ from torch import nn
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
-from hydragraph.runtime.supported_optimizers import ELEMENTWISE, call_factory, check_elementwise, check_hooks
+from hydragraph.runtime.supported_optimizers import (
+    ELEMENTWISE,
+    call_factory,
+    check_elementwise,
+    check_hooks,
+    state_bytes,
+)
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -46,6 +52,12 @@ def test_elementwise_classes_are_accepted_also_with_a_scheduler(kind: Callable[.
     check_elementwise(optimizer)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the optimizer's step
     check_elementwise(optimizer)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(torch.optim.SGD, 4), (torch.optim.AdamW, 12), (hg.AdamW, 14)])
+def test_state_counts_the_rounded_weights_that_an_optimizer_keeps(kind: Any, size: int) -> None:
+    assert state_bytes(functools.partial(kind, lr=0.1), ["a", "b"], torch.bfloat16) == size
+    assert state_bytes(functools.partial(kind, lr=0.1), ["a"], torch.float32) == min(size, 12)
 
 
 def test_a_subclass_that_only_chooses_defaults_is_accepted() -> None:

@@ -16,6 +16,7 @@ from hydragraph.cluster.module_process import start_module
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.rank_memory import STATE_BYTES
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.planner.policy import Policy, static_or_dynamic
@@ -58,6 +59,7 @@ class ReplanQuestion:
     streaming: bool = True
     corrections: Corrections = field(default_factory=Corrections)
     push_itemsize: int = GRADIENT_BYTES
+    state_bytes: int = STATE_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,15 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
     profile, cluster, corrections = inputs
-    push = question.push_itemsize
-    return Costs(profile, cluster, question.health, home=question.home, corrections=corrections, push_itemsize=push)
+    return Costs(
+        profile,
+        cluster,
+        question.health,
+        home=question.home,
+        corrections=corrections,
+        push_itemsize=question.push_itemsize,
+        state_bytes=question.state_bytes,
+    )
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:

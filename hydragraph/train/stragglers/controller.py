@@ -253,6 +253,7 @@ class Controller:
             streaming=given.streaming,
             corrections=given.costs.corrections,
             push_itemsize=given.costs.push_itemsize,
+            state_bytes=given.costs.state_bytes,
         )
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> RunEvent:
