@@ -154,11 +154,18 @@ class Costs(Pricing):
             push_itemsize=self.push_itemsize,
         )
 
-    def pipeline(self, pipeline: Pipeline, schedule: str = DEFAULT_SCHEDULE, limit: int | None = None) -> PipelineCost:
+    def pipeline(
+        self,
+        pipeline: Pipeline,
+        schedule: str = DEFAULT_SCHEDULE,
+        limit: int | None = None,
+        strategy: Strategy | None = None,
+    ) -> PipelineCost:
         """Return the cost of a pipeline.
 
         Args:
             limit: maximum tokens of a micro-batch; None: as many as fit in memory.
+            strategy: as for `max_len`.
 
         Raises:
             Unsupported: a kind of stage was not measured, or a stage has a lost rank.
@@ -169,7 +176,7 @@ class Costs(Pricing):
                 f"profile {self.profile.name} was measured on a model of {self.outline.layers} layers, but the "
                 f"pipeline has {pipeline.layers}: measure this model with hydragraph profile"
             )
-        limit = self.max_len(pipeline) if limit is None else limit
+        limit = self.max_len(pipeline, strategy) if limit is None else limit
         return self._pipeline(pipeline, self.stages(pipeline), limit, schedule)
 
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
@@ -179,7 +186,8 @@ class Costs(Pricing):
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).pipelines(strategy)
-        alone = tuple(self.pipeline(p, strategy.schedule) for p in strategy.pipelines)
+        whole = None if strategy.shares else strategy
+        alone = tuple(self.pipeline(p, strategy.schedule, strategy=whole) for p in strategy.pipelines)
         if not strategy.shares:
             return alone
         slowdowns = turns(strategy, [cost.envelope.work(cost.util_len) + cost.c for cost in alone])

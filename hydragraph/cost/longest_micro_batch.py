@@ -37,7 +37,7 @@ class LongestMicroBatch:
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
         """See `Costs.max_len`."""
-        limits = [self._alone(pipeline, beside)]
+        limits = [self._alone(pipeline, beside, strategy)]
         for stage in pipeline.stages:
             sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
             if len(sharing) > 1:
@@ -52,7 +52,7 @@ class LongestMicroBatch:
             for at, stage in enumerate(pipeline.stages):
                 sharing = [p for p in strategy.pipelines if stage in p.stages]
                 for rank in stage.devices:
-                    peak = self._stage_peak(pipeline, at, rank)
+                    peak = self._stage_peak(pipeline, at, rank, strategy)
                     bytes_by_rank[rank] = max(bytes_by_rank[rank], peak.needs(most))
                     if len(sharing) > 1:
                         bytes_by_rank[rank] = max(
@@ -60,7 +60,7 @@ class LongestMicroBatch:
                         )
         return bytes_by_rank
 
-    def _alone(self, pipeline: Pipeline, beside: float) -> int:
+    def _alone(self, pipeline: Pipeline, beside: float, strategy: Strategy | None) -> int:
         profile = self._costs.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         kind = StageKind(pipeline.stages[0].tp)
@@ -69,7 +69,7 @@ class LongestMicroBatch:
             return int(measured)
         most: int | None = None
         for at, rank in self._deciding(pipeline):
-            peak = self._stage_peak(pipeline, at, rank)
+            peak = self._stage_peak(pipeline, at, rank, strategy)
             left = self._left(rank) - beside
             if most is None or not peak.holds(most, left):
                 fitting_tokens = peak.most(left)
@@ -79,11 +79,12 @@ class LongestMicroBatch:
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
         """Yield (stage position, rank) pairs; if a micro-batch fits on these, it fits on all ranks."""
-        contents = [self._contents(*span) for span in self._costs.spans(pipeline)]
+        spans = self._costs.spans(pipeline)
+        contents = [self._contents(*span) for span in spans]
         looked: list[tuple[object, Counter[object], float]] = []  # inner stages so far
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
-            alike = (stage.kind, stage.stream, stage.offload)
+            alike = (stage.kind, stage.stream, stage.offload, frozenset(self._own_shares(stage, spans[at])))
             for rank in self._unlike(stage):
                 left = self._left(rank)
                 if between and any(
@@ -113,12 +114,28 @@ class LongestMicroBatch:
         kinds = {(costs.cluster.type_of(rank), self._left(rank)): rank for rank in reversed(stage.devices)}
         return list(kinds.values())
 
-    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
+    def _own_shares(self, stage: Stage, span: tuple[int, int]) -> tuple[object, ...]:
+        """Return the home of each bucket that only ranks of the stage own, and None for other buckets."""
+        outline, home = self._costs.outline, self._costs.home
+        shares = []
+        for name in (name for block in outline.blocks[slice(*span)] for name in outline.weights[block]):
+            of = home.shares_of(name) or (1.0,) * self._costs.ranks
+            inside = all(rank in stage.devices for rank, share in enumerate(of) if share)
+            shares.append((*(of[rank] for rank in stage.devices), home.copies) if inside else None)
+        return tuple(shares)
+
+    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int, strategy: Strategy | None = None) -> Peak:
         count = micro_batches_until_peak(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule must limit the micro-batches in flight"
-        return self._peak(
-            (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at), Strategy((pipeline,)), [count], rank
-        )
+        form: tuple[object, ...] = (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at)
+        stage = pipeline.stages[at]
+        together = (pipeline,)
+        if any(shares := self._own_shares(stage, self._costs.spans(pipeline)[at])):
+            # Weights and gradients need no memory of their own at home, unless other stages also push gradients there.
+            every = () if strategy is None else strategy.pipelines
+            together += tuple(p for p in every if stage not in p.stages)
+            form = (*form, shares, stage.devices.index(rank), tuple(p.shape for p in together[1:]))
+        return self._peak(form, Strategy(together), [count], rank)
 
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the peak of one rank in a shared stage.
@@ -137,11 +154,12 @@ class LongestMicroBatch:
             if len(self._peaks) >= PEAKS:
                 self._peaks.pop(next(iter(self._peaks)))
             every = [[MicroBatch(1, 1)] * count for count in counts]
+            every += [[MicroBatch(1, 1)]] * (len(strategy.pipelines) - len(counts))
             walk = self._costs.walk(strategy, every, rank, messages=False)
             owned = self._costs.owned_bytes(rank)
 
             def bytes_at(tokens: int) -> float:
-                batches = [[MicroBatch(tokens, 1)] * count for count in counts]
+                batches = [[MicroBatch(tokens, 1)] * count for count in counts] + every[len(counts) :]
                 return walk.again(batches).peak().total - owned
 
             self._peaks[form] = Peak(bytes_at, step=64 * max(s.tp for p in strategy.pipelines for s in p.stages))

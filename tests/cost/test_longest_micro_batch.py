@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import Walk
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
@@ -102,3 +103,23 @@ def test_more_layers_or_less_memory_behind_are_looked_at() -> None:
     positions = [list(costs._longest._deciding(each)) for each in (even, longer, smaller)]
     assert positions == [[(0, 0), (1, 1), (6, 6)], [(0, 0), (1, 1), (5, 5), (6, 6)], [(0, 0), (1, 1), (5, 8), (6, 6)]]
     assert costs.max_len(smaller) < costs.max_len(even)
+
+
+def test_only_an_owner_that_alone_pushes_needs_no_room_for_gradients() -> None:
+    both = Strategy.parse("2*<tp1,pp1>", 4)
+    for home in (Home((1.0, 0.0)), Home((0.0, 1.0))):
+        costs = priced.costs(4, priced.cluster(2), elements=3 * 10**6, home=home)
+        batches = [[MicroBatch(cost.max_len, 1)] for cost in costs.pipelines(both)]
+        for rank in range(2):
+            peak = costs.walk(both, batches, rank, messages=False).peak().total
+            assert 0.8 * costs.memory_of(rank) < peak <= costs.memory_of(rank), (home, rank)
+
+
+def test_peaks_of_another_home_are_walked_anew() -> None:
+    where = priced.cluster(2)
+    pipeline = Strategy.parse("<[1]x4>", 4).pipelines[0]
+    costs = priced.costs(4, where, elements=10**6, home=Home((0.0, 1.0)))
+    costs.max_len(pipeline)
+    for home in (Home((1.0, 0.0)), Home()):
+        fresh = priced.costs(4, where, elements=10**6, home=home).max_len(pipeline)
+        assert costs.changed(home=home).max_len(pipeline) == fresh
