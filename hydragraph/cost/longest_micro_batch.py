@@ -129,11 +129,11 @@ class LongestMicroBatch:
         assert count is not None, "the default schedule must limit the micro-batches in flight"
         form: tuple[object, ...] = (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at)
         stage = pipeline.stages[at]
-        together = (pipeline,)
+        together: tuple[Pipeline, ...] = (pipeline,)
         if any(shares := self._own_shares(stage, self._costs.spans(pipeline)[at])):
             # Weights and gradients need no memory of their own at home, unless other stages also push gradients there.
-            every = () if strategy is None else strategy.pipelines
-            together += tuple(p for p in every if stage not in p.stages)
+            if strategy is not None:
+                together += tuple(p for p in strategy.pipelines if stage not in p.stages)
             form = (*form, shares, stage.devices.index(rank), tuple(p.shape for p in together[1:]))
         return self._peak(form, Strategy(together), [count], rank)
 
