@@ -179,6 +179,9 @@ class Streams:
     def passed(self, mark: Mark) -> bool:
         return mark[0].done >= mark[1]
 
+    def reach(self, mark: Mark) -> None:
+        mark[0].run(mark[1])
+
     def hold(self, tensor: Tensor) -> None:
         """Do nothing: tensors live as long as something refers to them."""
 

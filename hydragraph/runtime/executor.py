@@ -28,7 +28,7 @@ from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.private.argument_trees import tree_leaves
-from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.buffers import AHEAD, Buffers
 from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.host_copies import Copied, copy_to_host, storage_address
@@ -39,7 +39,7 @@ from hydragraph.runtime.rounded_weights import Rounded
 from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.state_agreement import ProgressLog
-from hydragraph.runtime.streams import DeviceStreams, streams_of
+from hydragraph.runtime.streams import DeviceStreams, Mark, streams_of
 from hydragraph.runtime.thread_times import Scheduled, unknown
 from hydragraph.runtime.weight_views import let_go, restored
 
@@ -95,6 +95,8 @@ class _Iteration:
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # weights or gradients -> parameter -> shard
     staying: dict[Value, set[int]] = field(default_factory=dict)  # saved values -> storages not to offload
+    received: set[Value] = field(default_factory=set)
+    consumed: list[Mark] = field(default_factory=list)  # where the device has read received values
     added: set[str] = field(default_factory=set)  # parameters with a gradient
     sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # gradients -> exact sums
     largest: Tensor | None = None  # the largest value added to `sums`
@@ -455,6 +457,10 @@ class Executor:
         assert instruction.peer is not None
         (value,) = instruction.writes
         tokens = it.batches[value.micro_batch]["input_ids"].shape[1]
+        it.consumed = [mark for mark in it.consumed if not self.streams.passed(mark)]
+        if len(it.consumed) >= AHEAD:  # the device still reads values that this rank has freed
+            self.streams.reach(it.consumed.pop(0))
+        it.received.add(value)
         with self.streams.on(Stream.P2P), self._watch.communicating():
             tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
             it.timing.started(value)
@@ -551,6 +557,8 @@ class Executor:
         for value in instruction.reads:
             freed = it.values.pop(value, None)
             it.views.pop(value, None)
+            if value in it.received:
+                it.consumed.append(self.streams.mark())
             if value.kind is ValueKind.WEIGHTS:
                 self._buffers.give(freed)
 

@@ -54,6 +54,9 @@ class DeviceStreams(Protocol):
     def passed(self, mark: Mark) -> bool:
         """Return whether a queue has reached its mark."""
 
+    def reach(self, mark: Mark) -> None:
+        """Make the host wait until a queue has reached its mark."""
+
     def hold(self, tensor: Tensor) -> None:
         """Keep a tensor's memory until the current queue reaches this point, even if the tensor is dropped."""
 
@@ -91,6 +94,9 @@ class HostStreams:
 
     def passed(self, mark: Mark) -> bool:
         return True
+
+    def reach(self, mark: Mark) -> None:
+        """Do nothing."""
 
     def hold(self, tensor: Tensor) -> None:
         """Do nothing."""
@@ -153,6 +159,9 @@ class CudaStreams:
 
     def passed(self, mark: torch.cuda.Event) -> bool:
         return bool(mark.query())
+
+    def reach(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
 
     def hold(self, tensor: Tensor) -> None:
         if tensor.is_cuda:

@@ -207,6 +207,9 @@ class RecordingStreams:
             self.recorder.host_learns(mark)
         return seen
 
+    def reach(self, mark: Times) -> None:
+        self.recorder.host_learns(mark)
+
     def hold(self, tensor: Tensor) -> None:
         self.recorder.hold(tensor)
 

@@ -84,6 +84,23 @@ def test_nothing_is_read_too_early_or_overwritten_too_soon(seed: int, rank: int)
     assert run(strategy, rank, seed) > 0
 
 
+class SlowDevice(RecordingStreams):
+    """A device that never catches up unless the host waits for it."""
+
+    waits = 0
+
+    def passed(self, mark: Times) -> bool:
+        return False
+
+    def reach(self, mark: Times) -> None:
+        type(self).waits += 1
+
+
+def test_the_host_waits_before_it_receives_far_ahead_of_the_device() -> None:
+    assert run(Strategy.parse("<tp1,pp2>", LAYERS), 1, 3, SlowDevice, steps=1) > 0
+    assert SlowDevice.waits == 1, "two of three received values may still be read"
+
+
 OFFLOADED = ["<tp1,pp1>o", "<tp2,pp1>swo", "<tp1,pp2>ro gpipe", "<[0]x1wo,[1,2]x1sr> + <[3]x2r0.5o>"]
 
 
