@@ -105,7 +105,10 @@ def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
     """Search for faster strategies; the running ones are also candidates."""
     began = time.perf_counter()
     costs = costs or costs_of(question)
-    replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
+    try:
+        replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
+    except Unsupported as error:
+        replanned = Replanned(refused=str(error))
     return replace(replanned, took_s=time.perf_counter() - began)
 
 
@@ -116,10 +119,7 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
 
     workload = Workload(lengths=question.lengths)
     others = (*question.running, *question.first)
-    try:
-        estimate = plan_at_once(costs, workload, others)
-    except Unsupported as error:
-        return Replanned(refused=str(error))
+    estimate = plan_at_once(costs, workload, others)
     if estimate is None:
         return Replanned(refused=_NONE_FITS)
     choice = question.request.choose(sample(workload))
