@@ -1,4 +1,4 @@
-"""Conversion of documents to tokens; in completions and most conversations, only the model's output is a target."""
+"""Conversion of documents to tokens; in completions and most conversations, only the model's answers are targets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Encode a document; a ValueError states why the document at `place` cannot be encoded."""
+        """Encode the document at `place`; a ValueError states why this is impossible."""
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):
@@ -134,7 +134,7 @@ class DocumentEncoder:
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Return whether each token contains a character of any span; spans are ordered and disjoint.
 
-    A token without characters counts as the character after it.
+    A token without characters is treated like the next character.
     """
     starts = [start for start, _ in spans]
     within = []

@@ -58,7 +58,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
             has no record files, all text files.
 
     Raises:
-        ValueError: a path or suffix is invalid, two paths lead to one file, or the corpus has no file.
+        ValueError: a path or suffix is invalid, paths lead to the same file, or the corpus has no file.
     """
     for suffix in suffixes or ():
         if not suffix.startswith("."):
@@ -108,7 +108,7 @@ def documents(
         limit: maximum number of records.
 
     Raises:
-        ValueError: `files` raises it, a field is missing, or a file is damaged.
+        ValueError: as for `files`, or a field is missing, or a file is damaged.
         ImportError: the corpus has a table, and pyarrow is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
@@ -169,7 +169,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Files with these suffixes are refused if named; in directories, they are read only if `suffixes` lists them.
+# Files with these suffixes are refused as paths; in directories, they are read only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line to a .jsonl file, or rename it to .txt to read it as text",
     ".xlsx": "convert it to Parquet: pandas.read_excel(...).to_parquet(...)",

@@ -17,7 +17,7 @@ Messages = tuple[Mapping[str, Any], ...]
 Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 FORMATS = ("auto", *get_args(Format))
 
-# Roles of ShareGPT's and LLaMA-Factory's speakers.
+# Speaker names of ShareGPT and LLaMA-Factory -> roles.
 _SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
@@ -68,7 +68,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """Alpaca record, encoded as a conversation if the tokenizer has a chat template, else as `completion`."""
+    """An Alpaca record, encoded as a conversation if the tokenizer has a chat template, else as `completion`."""
 
     completion: Completion = Completion("", "")
 
@@ -297,7 +297,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations, with weight 0 for the first messages that they share, except a last message."""
+    """Yield both conversations; common first messages get weight 0, but not a last message."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -373,7 +373,7 @@ def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in record:
         raise ValueError(
-            f"{place}: no field {name!r}, unlike an earlier record of this file; the fields are {sorted(record)}: "
+            f"{place}: no field {name!r}, which an earlier record of this file has; the fields are {sorted(record)}: "
             "give all records of a file the same fields"
         )
     return record[name]
@@ -450,7 +450,7 @@ def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{where}: a call has no function with a name: give {{function: {{name, arguments}}}}")
+            raise ValueError(f"{where}: a tool call has no function name: give {{function: {{name, arguments}}}}")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:

@@ -64,7 +64,8 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     count = len(chunks)
     if count < 2:
         raise ValueError(
-            f"heldout {heldout} needs a document of at least 2 pieces, not {count}: give more text, or heldout=0"
+            f"heldout {heldout} needs 2 pieces of max_length tokens, but the only document has {count}: give more "
+            "text, or heldout=0"
         )
     at = count - min(max(round(heldout * count), 1), count - 1)
     return chunks[at:] if split == "heldout" else chunks[:at]
@@ -105,7 +106,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: score of each chunk, returned with its sequence as "reference".
+        scores: reference score of each chunk, or None; returned with the sequence as "reference".
 
     Raises:
         ValueError: the split has no document of at least two tokens.
@@ -233,7 +234,7 @@ class MiniBatches(Iterator[list[Drawn]]):
             theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # earlier versions had no such keys
             if theirs != mine:
                 raise ValueError(
-                    f"mini-batch state: {name} is {theirs!r}, but {mine!r} in this stream: "
+                    f"mini-batch state: saved {name} is {theirs!r}, but this stream's is {mine!r}: "
                     f"resume with the same {_CONFIG_FIELDS.get(name, name)}, or start a new run"
                 )
         epoch = state["epoch"]

@@ -45,7 +45,7 @@ class Mixture(Iterator[list[Drawn]]):
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(
-                f"mini-batch state: the mixture's weights are {weights}, but {list(self._weights)} in this stream: "
+                f"mini-batch state: saved weights are {weights}, but this mixture's are {list(self._weights)}: "
                 "resume with the same data.mixture, or start a new run"
             )
         for member, own in zip(self.members, state["members"], strict=True):

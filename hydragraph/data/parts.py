@@ -16,7 +16,7 @@ from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
-_EVERY_S = 20.0  # seconds of encoding per part
+_EVERY_S = 20.0
 
 
 class EncodedParts:
@@ -32,7 +32,7 @@ class EncodedParts:
     def encoded(
         self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Encode the documents that no part contains; after each part, yield the number encoded so far.
+        """Encode the documents that no part contains; after each new part, yield the number in all parts.
 
         Args:
             documents: the whole corpus, always in the same order.

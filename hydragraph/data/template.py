@@ -115,7 +115,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """Message format of a template; `parts`: contents are lists; `texts`: tool arguments are JSON strings."""
+    """Message format that a template expects: contents are lists (`parts`), tool arguments are JSON text (`texts`)."""
 
     parts: bool = False
     texts: bool = False
@@ -243,7 +243,7 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span of a turn like `turn`, if the template renders a last turn differently."""
+        """Return the span as `turn` does, for templates that render the last turn differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:

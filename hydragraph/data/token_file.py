@@ -8,7 +8,7 @@ The file is little-endian and contains, in this order:
     padding    zeros up to a multiple of 8 bytes
     offsets    int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]]
 
-Tokens precede offsets, because the number of documents is known only at the end.
+Offsets come last, because the number of documents is unknown before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Limits of a batch: large enough for parallel encoding, small enough for memory.
+# Batches are large enough for parallel encoding, and fit in memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
@@ -137,7 +137,7 @@ class TokenFile:
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Count the targets in each piece, without its first token."""
+        """Count the targets in each piece, excluding its first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts

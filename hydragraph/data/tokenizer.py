@@ -66,7 +66,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # This class exists in transformers 4 and 5.
+        # Available in transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         # Decoding must reproduce the text exactly.

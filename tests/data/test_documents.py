@@ -62,7 +62,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
         ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: its content is an int: give a text"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of type image: give only text"),
         ([CALL], r"f:3: messages\[0\]: the arguments of f are not JSON"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "a call has no function with a name"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "a tool call has no function name"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls is a str"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         (
             {"text": "a"},
             "chat",
-            r"f:3: no field 'messages', unlike an earlier record of this file; the fields are \['text'\]: give all",
+            r"f:3: no field 'messages', which an earlier record of this file has; the fields are \['text'\]: give all",
         ),
         ({"messages": HI}, "text", "f:3: 'messages' is a conversation: set messages_field to 'messages'"),
         ({"conversations": HI}, "text", "set messages_field to 'conversations'"),

@@ -225,7 +225,7 @@ def test_of_a_single_document_the_last_pieces_are_held_out() -> None:
         assert len(held.chunks) == 2
     with (
         token_file([60]) as file,
-        pytest.raises(ValueError, match="needs a document of at least 2 pieces, not 1: give more text"),
+        pytest.raises(ValueError, match="needs 2 pieces of max_length tokens, but the only document has 1: give"),
     ):
         MiniBatches(file, 64, 64, heldout=0.1)
 
@@ -284,7 +284,7 @@ def test_documents_that_are_too_long_are_cut_or_dropped() -> None:
             ValueError, match=r"no train document has at least two tokens and at most 2 tokens: raise data.max_length"
         ):
             MiniBatches(file, 8, 2, overlong="drop")
-        with pytest.raises(ValueError, match="overlong is 'cut', but 'drop' in this stream"):
+        with pytest.raises(ValueError, match="saved overlong is 'cut', but this stream's is 'drop'"):
             MiniBatches(file, 8, 4, overlong="drop").load_state_dict(MiniBatches(file, 8, 4).state_dict())
 
 
@@ -366,5 +366,5 @@ def test_scores_come_with_the_sequences() -> None:
         assert [float(one["reference"]) for one in batch] == [float(i) for i in batches.drawn]
         assert "reference" not in batches.read(0, with_score=False)
         before = batches.state_dict()
-        with pytest.raises(ValueError, match="pairs is True, but False in this stream"):
+        with pytest.raises(ValueError, match="saved pairs is True, but this stream's is False"):
             MiniBatches(file, 100, 10).load_state_dict(before)

@@ -61,9 +61,9 @@ def test_each_corpus_has_its_own_order_and_a_pass_reads_all_once() -> None:
 def test_what_is_of_another_mixture_is_refused(tmp_path: Path) -> None:
     with token_file([5, 6, 7]) as first, token_file([4, 8]) as second:
         mixture = Mixture(members([first, second]), [2, 1], BUDGET)
-        with pytest.raises(ValueError, match=r"the mixture's weights are \[1.0, 1.0\], but \[2.0, 1.0\] in"):
+        with pytest.raises(ValueError, match=r"saved weights are \[1.0, 1.0\], but this mixture's are \[2.0, 1.0\]"):
             mixture.load_state_dict(Mixture(members([first, second]), [1, 1], BUDGET).state_dict())
         with pytest.raises(ValueError, match="file is"):
             mixture.load_state_dict(Mixture(members([second, first]), [2, 1], BUDGET).state_dict())
-        with pytest.raises(ValueError, match="mixture's weights are None"):
+        with pytest.raises(ValueError, match="saved weights are None"):
             mixture.load_state_dict(members([first])[0].state_dict())
