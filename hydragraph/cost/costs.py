@@ -26,7 +26,7 @@ from hydragraph.cost.longest_micro_batch import LongestMicroBatch
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.memory_curves import memory_curves
 from hydragraph.cost.pricing import Pricing, micro_batches_of
-from hydragraph.cost.rank_memory import STATE_BYTES, Memory, MemoryCurve, PricedBlocks
+from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES, Memory, MemoryCurve, PricedBlocks
 from hydragraph.cost.shared_stage_costs import turns
 from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.cost.timeline import Curves, Timeline, run
@@ -71,7 +71,7 @@ class Costs(Pricing):
         *,
         home: Home | None = None,
         blocks: PricedBlocks | None = None,
-        state_bytes: int = STATE_BYTES,
+        state_bytes: int = ADAMW_STATE_BYTES,
         corrections: Corrections | None = None,
         push_itemsize: int = GRADIENT_BYTES,
     ) -> None:

@@ -30,7 +30,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
+ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
 
 
@@ -185,7 +185,7 @@ class Walk:
         *,
         messages: bool = True,
         traffic: HomeTraffic | None = None,
-        state_bytes: int = STATE_BYTES,
+        state_bytes: int = ADAMW_STATE_BYTES,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         counts = tuple(len(pipeline) for pipeline in micro_batches)

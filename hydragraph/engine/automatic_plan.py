@@ -25,7 +25,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.rank_memory import STATE_BYTES
+from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES
 from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
 from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
@@ -223,8 +223,8 @@ def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
     """Return the bytes of state per trained element, or Adam's if the optimizer cannot be tried."""
     names = [parameter.name for bucket in program.buckets if bucket.learns for parameter in bucket.parameters]
     with suppress(Exception):
-        return STATE_BYTES if optimizer is None else state_bytes(optimizer, names, program.dtype)
-    return STATE_BYTES
+        return ADAMW_STATE_BYTES if optimizer is None else state_bytes(optimizer, names, program.dtype)
+    return ADAMW_STATE_BYTES
 
 
 def _of_first(groups: Groups, value: T) -> T:

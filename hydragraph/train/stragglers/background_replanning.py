@@ -16,7 +16,7 @@ from hydragraph.cluster.module_process import start_module
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.rank_memory import STATE_BYTES
+from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.planner.policy import Policy, static_or_dynamic
@@ -59,7 +59,7 @@ class ReplanQuestion:
     streaming: bool = True
     corrections: Corrections = field(default_factory=Corrections)
     push_itemsize: int = GRADIENT_BYTES
-    state_bytes: int = STATE_BYTES
+    state_bytes: int = ADAMW_STATE_BYTES
 
 
 @dataclass(frozen=True)
