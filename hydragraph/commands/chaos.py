@@ -23,7 +23,7 @@ class ChaosOptions(ConfigOptions):
     slow: Annotated[int, typer.Option(min=0, help="Number of ranks to slow down for a second.")] = 0
     joins: Annotated[int, typer.Option(min=0, help="Number of ranks that are asked to leave and then replaced.")] = 0
     kinds: Annotated[
-        str | None, typer.Option(help="Additional kinds of faults, such as two,again,rejoin; `?` lists all kinds.")
+        str | None, typer.Option(help="Additional kinds of faults, such as two,again,rejoin; `?` describes all kinds.")
     ] = None
     each: Annotated[int, typer.Option(min=1, help="Number of faults of each kind in --kinds.")] = 3
     seed: Annotated[int, typer.Option(help="Random seed for the times and ranks of the faults.")] = 0
@@ -34,11 +34,8 @@ class ChaosOptions(ConfigOptions):
 def chaos_command(options: ChaosOptions) -> None:
     """Train once while faults kill, slow down and replace ranks, and once undisturbed; compare the loss curves.
 
-    --kinds adds faults. pause suspends a rank for 3 s, and stop suspends it forever. first kills rank 0, two kills two
-    ranks, and all kills every rank. again kills more ranks during a recovery, and rejoin while a new rank joins.
-    checkpoint kills a rank while a checkpoint is written, and evaluate right after a step. switch slows a rank until
-    the plan or the state changes, and then kills a rank. With preempt, ranks run on two simulated machines, and one
-    machine disappears with its disk, immediately or 30 s after a notice.
+    --kinds adds other faults, from losing several ranks during a recovery to the preemption of a simulated machine;
+    `--kinds ?` describes them.
 
     With `deterministic: true`, the losses of both runs must be bitwise equal. Otherwise, a third run on one rank
     measures how much rounding alone changes the losses.

@@ -130,7 +130,8 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
     """Parse kinds of faults, such as "two,again"; raise ValueError for unknown or impossible kinds."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
-        raise ValueError(f"unknown fault {unknown[0]!r}: choose from {', '.join(ACTIONS)}")
+        listed = "".join(f"\n  {kind:<11}{action.__doc__}" for kind, action in ACTIONS.items())
+        raise ValueError(f"unknown fault {unknown[0]!r}: choose from{listed}")
     kinds = tuple(kind for kind in ACTIONS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
         raise ValueError("fault 'checkpoint' waits for a checkpoint: set checkpoint_every")

@@ -236,7 +236,7 @@ def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank between two steps."""
+    """Kill a rank between two steps, such as during an evaluation."""
     before = run.step()
     run.until(lambda: run.step() > before, _MOMENT_S)
     _end_one(run, target, chance)
@@ -253,7 +253,7 @@ def _switch(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _preempt(run: Victim, target: int, chance: random.Random) -> None:
-    """Preempt a machine and delete its disk, with or without notice; a new machine replaces it."""
+    """Preempt one of two simulated machines and delete its disk, at once or 30 s after a notice; then replace it."""
     machines = run.machines
     if machines is None:
         run.problems.append("the run has only one machine, so no machine was preempted")
