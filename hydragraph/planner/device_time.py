@@ -1,7 +1,7 @@
 """Breakdown of an iteration's time by cause, averaged over devices.
 
 computation  forwards and backwards, including tensor-parallel sums
-traffic      pulls, pushes and messages that delay it, and the update
+traffic      pulls, pushes and messages that delay computation, and the update
 waiting      waiting for other stages or pipelines
 idle         devices without work
 """

@@ -64,7 +64,7 @@ WAITING = 1.05
 # A simulation takes as long as this many estimates.
 SIMULATION = 40
 
-# Bytes of state that change owner, by home.
+# From a home to the bytes of state that change owner.
 Moved = Callable[[Home], int]
 Exactly = Callable[[Settled], Settled]
 
@@ -76,7 +76,7 @@ class Proposal:
     Attributes:
         last_s: end time of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
-        across: variant whose pipelines span nodes, if it differs.
+        across: variant with pipelines across nodes, if different.
         least_s: lower bound on an iteration's time.
     """
 
@@ -103,7 +103,7 @@ class Finalists:
 
     @classmethod
     def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
-        """Keep each strategy's best result, else its most promising proposal."""
+        """Keep each strategy's best result or, without results, its most promising proposal."""
         settled: dict[Strategy, Settled] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}
@@ -185,10 +185,10 @@ def finalists(
     """Choose owners and check memory for the most promising proposals, and simulate the best.
 
     Args:
-        near: also check proposals that are slower by at most this fraction.
+        near: also check proposals slower than the best by at most this fraction.
         until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
-        moved: bytes that change owner under a home; orders proposals within `near`. Default: ordered by time.
+        moved: bytes that change owner under a home; if given, these order proposals within `near`.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate excluded proposals whose bound is below `limit`; better proposals may have proved slower."""
+        """Estimate excluded proposals whose bound is below `limit`, because preferred ones may have proved slower."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -439,7 +439,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind; nodes of a kind have equal hardware and equal numbers of pipelines by form."""
+    """Yield one node of each kind; nodes of a kind have equal hardware and equally many pipelines of each form."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:

@@ -1,9 +1,9 @@
-"""A good plan within a fraction of a second, for a run that waits for a plan.
+"""Search for a good plan within a fraction of a second, for a run that waits for it.
 
 The result is the fastest of these candidates that fits in memory:
 
 - the running and earlier strategies, if they use no lost rank;
-- the running strategy, with slow pipelines omitted, or rebuilt by the devices' rates with or without slow ranks;
+- the running strategy without slow pipelines, or with these rebuilt, with or without slow ranks;
 - results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
 """
 
@@ -32,7 +32,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum numbers of running and of searched strategies, and minimum number of estimates.
+# Maximum numbers of running or earlier strategies and of searched strategies; minimum number of estimates.
 RUNNING = 3
 MOST = 4
 FEWEST = 5

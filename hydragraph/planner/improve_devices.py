@@ -30,7 +30,7 @@ from hydragraph.spec.training_workload import Workload
 
 # Maximum strategies priced to improve one strategy.
 PRICED = 200
-# Number of moves priced before the best is made; the first gain is often a dead end.
+# Number of moves priced before the best of them is made; the first is often a dead end.
 AT_ONCE = 24
 # Fraction of the time that a move must save.
 SAVES = 1e-3
@@ -45,7 +45,7 @@ Devices = tuple[int, ...]
 
 
 class Yard:
-    """Generator of moves; every pipeline that it builds fits a micro-batch of `reach` tokens."""
+    """Generator of moves, whose pipelines fit a micro-batch of `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
         typical = workload.typical
@@ -70,7 +70,7 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return the approximate iteration time of always busy pipelines, plus exposed traffic."""
+        """Return the approximate iteration time if pipelines are always busy, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)

@@ -1,6 +1,6 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal of candidates (Hydraulis, section 7) ignores bubbles, so these are only starting points. Example: one
+The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. Example: one
 exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
 
@@ -86,7 +86,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return the best strategy in `tuning.priced` that fits `reach` tokens, then those that save most in addition."""
+    """Return the best strategy in `tuning.priced` that fits `reach` tokens, then those that add the largest savings."""
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
         return []

@@ -93,7 +93,7 @@ class Plan:
         choosing_s: mean iteration time if each mini-batch runs under its fastest candidate.
         memory: peak bytes of each rank.
         limits: bytes that each rank may use.
-        bound: a lower bound on `seconds`.
+        bound: lower bound on `seconds`.
         rivals: rejected strategies, the closest first.
         assignment: assignment of the first mini-batch.
         moved_bytes: bytes of state that change owner relative to the running plan.

@@ -39,7 +39,7 @@ class Decision:
 
     Attributes:
         static: the best static candidate, if any.
-        gain: fraction of the static candidate's time that choosing saves.
+        gain: fraction of the static candidate's time that choosing per iteration saves.
         seconds: total seconds of each candidate (infinite if some mini-batch does not fit), and last, of choosing.
     """
 

@@ -284,7 +284,7 @@ def owners_by_block(
     If stages stream, ranks with too little memory get smaller shares.
 
     Args:
-        worth: returns whether to compute the memory with a home; if not, the result is None.
+        worth: returns whether a home's memory is worth computing; if not, the result is None.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)

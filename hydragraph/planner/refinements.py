@@ -149,7 +149,7 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, needed: Needed, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
-    """Yield simulations of another strategy with the plan's home, and with owners by block if faster than `below`."""
+    """Yield simulations of a strategy with the plan's home, and with owners by block if that is faster than `below`."""
 
     @cache  # a simulation takes less time than memory, so it comes first
     def tried(home: Home) -> Settled:

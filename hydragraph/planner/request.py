@@ -19,7 +19,7 @@ class PlanRequest:
 
     Attributes:
         charges: each candidate's iteration time minus its slowest pipeline's time.
-        guessed: whether costs are not measured; if so, MaxLen is raised for longer sequences.
+        guessed: whether costs are assumed, not measured; if so, MaxLen is raised for longer sequences.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]

@@ -1,4 +1,4 @@
-"""Home of a plan (owners of the state), chosen by rank or by block, within memory, and balanced by speed and link.
+"""Choice, by rank or by block, of a home (owners of the state) that fits and balances the ranks' times.
 
 Rank r needs s_r k_r seconds for its fraction s_r of the state; T is the largest of these times. The fractions are s_r =
 min(room_r, T / k_r), with the least T for which they add up to 1.
@@ -29,7 +29,7 @@ EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
-    """Return each rank's fraction: within `room`, adding up to 1, and minimizing the maximum of `seconds * fraction`.
+    """Return the ranks' fractions, which fit in `room`, add up to 1, and minimize the maximum of `seconds * fraction`.
 
     Args:
         seconds: seconds k of each rank for the whole state, above 0.

@@ -34,7 +34,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     """Return simulated strategies that stream, and the shortages of those that do not fit.
 
     Args:
-        below_s: expected seconds at which a strategy is skipped; infinite if no plan is known.
+        below_s: strategies expected to take at least this long are skipped; infinite if no plan is known.
         until: deadline, ignored while no plan is known.
     """
     varied = Varied(costs, workload.batches)
@@ -78,7 +78,7 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the strategy with the least memory (highest degree, all streamed) fits into `times` the memory."""
+    """Return whether the strategy that needs least memory (highest degree, all streamed) fits in `times` the memory."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]

@@ -48,7 +48,7 @@ class TuningSet:
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return a strategy's time for each mini-batch [B], infinite if the mini-batch does not fit."""
+        """Return a strategy's time for each mini-batch [B], infinite if it does not fit."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:

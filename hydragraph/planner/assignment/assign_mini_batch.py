@@ -59,7 +59,7 @@ class PlannedAssignment(Assignment):
 
     @property
     def spread(self) -> float:
-        """Relative difference between the slowest and the fastest busy pipeline."""
+        """Relative difference between the busy pipelines' last and first end."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 
@@ -243,7 +243,7 @@ def _least_cost(problem: AssignmentProblem) -> Floats:
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function of z: the most work that a pipeline of each kind can finish by time z, for any V >= 1.
+    """Return a function of a time z: the most work that a pipeline of each kind finishes by then, for any V >= 1.
 
     Work `sum` in V micro-batches of fixed cost c satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
     sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c). If this V is below 1, V = 1 gives sum =

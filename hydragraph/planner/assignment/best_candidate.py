@@ -1,6 +1,6 @@
 """Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Candidates are tried in ascending order of their lower bounds; a candidate whose bound exceeds the best time is skipped.
+Candidates are tried in ascending order of their lower bounds, and skipped if the bound exceeds the best time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def compare(
     """Choose a candidate, and report why the others lost.
 
     Args:
-        all_of_them: evaluate even candidates whose bound exceeds the best time.
+        all_of_them: also evaluate candidates whose bound exceeds the best time.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]

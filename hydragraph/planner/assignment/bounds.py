@@ -1,8 +1,8 @@
 """Lower bound on the last pipeline's end time: a linear relaxation over kinds of pipelines.
 
 Minimize theta subject to sum_i cost[i, t] x[i, t] <= theta capacity[t](z). If some assignment ends by z, then sum_i
-min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) for any prices lambda >= 0. The linear program is solved only
-to find good prices, so similar lengths are grouped.
+min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) for any prices lambda >= 0. The linear program only has to
+find good prices, so it groups similar lengths.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
@@ -11,9 +11,9 @@ to find good prices, so similar lengths are grouped.
     x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
     lambda       [K]     `prices`: dual variables of the capacities
 
-If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. Let the shortest
-of some sequences take f seconds to reach a stage in the forward, and b seconds to return in the backward. Then the
-pipeline ends no earlier than f + b plus these sequences' time on the stage. Bounds for the p longest sequences:
+If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. Suppose that
+each of some sequences takes at least f seconds to reach a stage in the forward, and b seconds to return in the
+backward. Then their pipeline takes at least f + b plus their time on the stage. Bounds for the p longest sequences:
 
     divided     the relaxation, with z - f - b seconds on each pipeline
     pigeonhole  each pipeline finishes a whole number of sequences by z; these numbers must add up to at least p
@@ -42,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Maximum numbers of length groups in the linear program, and of rounds.
+# Maximum numbers of length groups in the linear program, and of its solutions.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6

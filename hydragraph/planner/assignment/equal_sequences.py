@@ -50,7 +50,7 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 
 
 def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Return a nearly optimal assignment, by the module's formula."""
+    """Return a nearly optimal assignment, by the module docstring's formula."""
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)

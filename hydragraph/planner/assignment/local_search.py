@@ -55,7 +55,7 @@ SINGLE = 2.0
 NEAR = 16
 # Minimum relative gain of a step; without a minimum, rounding could keep the search running.
 LEAST_GAIN = 1e-12
-# The same for more than MANY sequences, which slow down each step.
+# The same for more than MANY sequences, for which steps are slower.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
@@ -85,7 +85,7 @@ class SearchState(NamedTuple):
 
 @partial(compiled, shared=True)
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
-    """Return a pipeline's end time, by mode.
+    """Return a pipeline's end time by its mode's formula.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
     c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
@@ -243,7 +243,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
         orders: order of the sequences in each trial [trials, n].
 
     Returns:
-        The best order's latest end time, and each sequence's pipeline.
+        For the best order: the latest end time, and each sequence's pipeline.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -306,9 +306,9 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a base for pipeline q: this base plus added work is a lower bound on q's new end time.
+    """Return a number that, plus added work, is a lower bound on pipeline q's new end time.
 
-    In mode FORMED, the base excludes the bubble, because more tokens may shorten it.
+    In mode FORMED, it excludes the bubble, which more tokens may shorten.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -323,7 +323,7 @@ def best_step(
     reduces the later end time of p and q.
 
     Args:
-        horizon: latest end time of q before the step.
+        horizon: pipelines that end later are not tried as q.
 
     Returns:
         The later end time, i (-1: no step helps), k (-1: move), and q.
@@ -454,7 +454,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Return a mask [n, K] that allows each sequence one kind, such that neighbors together match their shares.
+    """Return a mask [n, K] that allows each sequence one kind, such that adjacent sequences together match `shares`.
 
     Each sequence gets the kind that is furthest below its share so far.
     """

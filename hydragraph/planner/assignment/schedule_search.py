@@ -279,7 +279,7 @@ def free_number(plan: Draft) -> int:
 def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
     """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new micro-batch at position x.
 
-    Position x does not count the old micro-batch of i if this becomes empty.
+    If the old micro-batch of i becomes empty, position x does not count it.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -343,7 +343,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return a lower bound on pipeline q's busiest stage's time, with sequence i added and k removed (-1: none)."""
+    """Return a lower bound on the time of q's busiest stage, with sequence i added and k removed (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -450,7 +450,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place until no step helps, `tasks` are simulated, or all end by `enough`; return the latest end."""
+    """Improve in place until no step helps, `tasks` actions are simulated, or all end by `enough`; return the end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:
@@ -507,10 +507,7 @@ def improve(
     enough: float,
     seed: int,
 ) -> float:
-    """Improve an assignment in place by iterated local search; return the last pipeline's end time.
-
-    More kicks or tasks never give a worse result.
-    """
+    """Improve an assignment in place by iterated local search; return the last pipeline's end time."""
     np.random.seed(seed)
     plan = plan_of(placed, batch, order, count, given)
     current = descend(plan, given, tasks, enough)

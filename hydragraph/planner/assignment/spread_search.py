@@ -42,11 +42,11 @@ DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Solve the relaxation; raise its bound to the time of the slowest sequence alone.
+    """Solve the relaxation; raise its bound to at least the slowest sequence's time alone.
 
     Args:
         cost: lower bound on each sequence's seconds [n, K].
-        room: maps z to the seconds of work that a pipeline of each kind finishes by z [K].
+        room: maps a time z to the seconds of work that a pipeline of each kind finishes by z [K].
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))

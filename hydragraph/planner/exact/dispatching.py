@@ -2,7 +2,7 @@
 
 Where Hydraulis's equations are implemented:
 
-    Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, on arrays of `problem.problem_of`
+    Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3
     Eq. 3, the last pipeline's end time          `Dispatch.seconds`; minimized by `integer_programs.exact_dispatch`
     Alg. 1                                       `greedy`
     a lower bound on Eq. 3 (ours)                `spread_search.bounded`, called with `eq3_room(problem)`
@@ -83,7 +83,7 @@ def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function of z: the most work that each kind of pipeline can finish by time z with its least bubble."""
+    """Return a function from a time z to the work that each kind of pipeline can finish by z with its least bubble."""
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds
     bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * problem.terms[:, local_search.BUBBLE]

@@ -36,7 +36,7 @@ class Group:
 
     @property
     def form(self) -> GroupForm:
-        """Key of the group: groups with the same form are interchangeable."""
+        """Groups of equal form are interchangeable."""
         return GroupForm(self.site, self.tp, self.rate)
 
 

@@ -81,7 +81,7 @@ class Prices:
         self.numbers = cache(self._rows)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return the factors by which messages enlarge weights and gradients: at peak activations, and at the end.
+        """Return factors by which messages enlarge weights and gradients in memory, at peak activations and the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
@@ -189,14 +189,14 @@ def site_of(costs: Costs, rank: int) -> DeviceSite:
 
 
 def state_bytes(costs: Costs) -> float:
-    """Return all state's bytes between steps."""
+    """Return the bytes of all state between steps."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
 def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
-    """Return the bytes left on each running rank besides a mini-batch and its share of the state.
+    """Return each running rank's bytes that remain besides a mini-batch and its share of the state.
 
     Args:
         safety: usable fraction of memory.

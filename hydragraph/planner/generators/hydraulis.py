@@ -7,7 +7,7 @@ F(l), the least number of devices that process these sequences within a time t:
 
 where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisection on F(L) <= N finds t[N][L].
 
-    N, L        devices, and the longest length
+    N, L        number of devices, and the longest length
     l, l'       levels of 128 tokens: `upto` and `above` in code
     k, d        a scheme, and its number of pipelines, a multiple of 0.1
     S_k(l', l)  seconds of sequences in (l', l] on one pipeline: a difference of `Histogram.work`
@@ -37,10 +37,10 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import Floats, Ints
 
-# Tokens per level, and steps per whole pipeline, as in the paper.
+# Tokens per level, and parts per pipeline, as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
-# Lowest maximum length, in levels, for which strategies are proposed.
+# Smallest maximum length, in levels, for which strategies are proposed.
 SHORTEST = 8
 # Factor between successive times t; smaller t yield strategies for shorter sequences.
 SWEEP = 1.03

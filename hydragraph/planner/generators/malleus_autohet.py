@@ -1,4 +1,4 @@
-"""Search for equal sequences, over degrees, groups, numbers of pipelines and micro-batch sizes."""
+"""Search for plans of equal sequences, over degrees, groups, numbers of pipelines and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return the micro-batch sizes to try, in sequences, and the size above which the search stops if not faster."""
+    """Return the micro-batch sizes to try, in sequences, and the size above which one without gain ends the search."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 # Required total rooms to try, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on the slowest stage's time: the largest that is worthwhile, and the limits of the search.
+# Factors on the slowest stage's time: the largest that counts as a gain, and the limits of the search.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5

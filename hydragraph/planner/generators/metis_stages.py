@@ -4,7 +4,7 @@ Metis's cost model only ranks plans; `Costs` predicts their times. Unlike in Met
 node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
 recomputation.
 
-There are as many pipelines as the largest dp of a stage, dp_max. Each replica of a stage serves dp_max / dp pipelines.
+The number of pipelines is the largest dp of any stage, dp_max. Each replica of a stage serves dp_max / dp pipelines.
 Example with 3 layers at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
@@ -36,7 +36,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum device types; all their orders are tried.
+# Maximum number of device types; all their orders are tried.
 _MOST_TYPES = 5
 # Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.
 _MESSAGES = 0.7
@@ -271,7 +271,7 @@ def laid_out(
 ) -> Staged | None:
     """Convert a search result to pipelines with assigned sequences and a time.
 
-    The result is None if stages cannot be shared or the simulation would exceed the deadline.
+    Return None if stages cannot be shared or the simulation would exceed the deadline.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     try:

@@ -75,7 +75,7 @@ class Bench:
     """Pricing of pipelines that consist of groups.
 
     Args:
-        memory: bytes left on a rank of each form besides its share of the state.
+        memory: for each form, the bytes that a rank's share of the state leaves free.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Bench:
         """Return the iteration time in seconds.
 
         Args:
-            worth: results that reach this time may be only lower bounds.
+            worth: results of at least this time may be only lower bounds.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))

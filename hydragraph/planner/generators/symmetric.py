@@ -69,7 +69,7 @@ def simple(
     market: Market | None = None,
     apart: bool = False,
 ) -> list[Simple]:
-    """Return the most promising simple plans, the fastest first.
+    """Return simple plans, the fastest first.
 
     Args:
         sizes: possible numbers of sequences per micro-batch.

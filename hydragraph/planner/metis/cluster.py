@@ -56,7 +56,7 @@ class MetisCluster:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Number of devices of each type, in order."""
+        """Number of devices by type, in order."""
         counts: Counter[str] = Counter()
         for kind, devices in self.nodes:
             counts[kind] += devices

@@ -1,4 +1,4 @@
-"""Plan with the least cost in Metis's model, found by dynamic programming over labels, with bounds.
+"""Plan with the least cost in Metis's model, found by dynamic programming over labels.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
 layers). An *option* is a stage's first rank, number of ranks and degrees; an option with layers is a step of the path.
@@ -51,7 +51,7 @@ class Options(NamedTuple):
     """Possible stages for one order of types and one B, sorted by first rank.
 
     Attributes:
-        begin: first option of each rank, and the end [N + 1].
+        begin: index of the first option at each rank, then O [N + 1].
         size: ranks [O].
         dp: replicas [O].
         tp: ranks per replica [O].
@@ -88,7 +88,7 @@ def options_of(
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
     most = ranks * sizes.size * degrees
-    # not compiled, because numba would need seconds
+    # not compiled, because numba would need seconds to compile this
     o = Options(
         np.zeros(ranks + 1, np.int64),
         np.zeros(most, np.int64),
@@ -263,7 +263,7 @@ def replica_rows(
 
 @compiled
 def took(o: Options, option: int, first: int, end: int) -> float:
-    """Return a micro-batch's milliseconds in layers first to end - 1."""
+    """Return a micro-batch's milliseconds in layers [`first`, `end`)."""
     slowest_ms = 0.0
     for row in range(o.first_row[option], o.first_row[option + 1]):
         slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
@@ -278,7 +278,7 @@ def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
 
 @compiled
 def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
-    """Return how many numbers a stage with layers up to end - 1 sends to the next stage."""
+    """Return how many numbers a stage whose last layer is `end` - 1 sends to the next stage."""
     if end == tables.share.size - 1:
         return float(o.samples[option] * tables.logits / o.tp[option])
     return float(o.samples[option] * tables.activation)
@@ -291,7 +291,7 @@ def updating(tables: Tables, o: Options, option: int, count: int) -> float:
 
 @compiled
 def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> float:
-    """Return the milliseconds to transfer the gradients of layers first to end - 1."""
+    """Return the milliseconds to transfer the gradients of layers [`first`, `end`)."""
     dp = o.dp[option]
     ms_per_byte = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
     return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
@@ -585,7 +585,7 @@ def optimum(
 
     Args:
         smallest: minimum number of ranks of a stage, a power of two.
-        known: plan to return if no better plan exists.
+        known: plan to return if none is better.
         until: deadline at which the search returns its best plan so far.
     """
     tables = problem.tables

@@ -114,7 +114,6 @@ def price(
 
 @compiled
 def degree_index(tp: int) -> int:
-    """Return the d of tp = 2^d."""
     d = 0
     while tp > 1:
         tp >>= 1
@@ -154,7 +153,7 @@ def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int
 
 @compiled
 def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
-    """Return the size in bytes of one rank's parameters in layers first to end - 1."""
+    """Return the bytes of one rank's parameters in layers [`first`, `end`)."""
     middle = end - first
     total_bytes = 0.0
     if first == 0:
@@ -176,7 +175,7 @@ def size_index(tables: Tables, mbs: int) -> int:
 def stage_ms(
     tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, first: int, end: int, batches: int
 ) -> float:
-    """Return the milliseconds spent in layers first to end - 1; infinite if not measured."""
+    """Return the milliseconds spent in layers [`first`, `end`); infinite if not measured."""
     if one_type(kinds, start, size):
         kind = kinds[start]
         m = size_index(tables, tables.batch // dp // batches)

@@ -330,7 +330,7 @@ def memory_mb(
 
 @compiled
 def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int) -> float:
-    """Return the MB of layers first to end - 1, infinite if not measured."""
+    """Return the MB of layers [`first`, `end`); infinite if not measured."""
     m = size_index(tables, mbs)
     if m < 0 or not tables.known[kind, d, m]:
         return np.inf
@@ -475,7 +475,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write the stage that has more than half of each layer's pieces; layers without such a stage are lost."""
+    """Write, for each layer, the stage that has more than half of its pieces; other layers are lost."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):

@@ -88,7 +88,7 @@ class MetisProblem:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """Types of devices, in the order of `Tables`."""
+        """Device types, in the order of `Tables`."""
         return tuple(self.cluster.counts)
 
     def kinds(self, types: Sequence[str]) -> Ints:

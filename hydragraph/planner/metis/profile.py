@@ -92,7 +92,7 @@ class MetisProfile:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """Types of devices, in the order of the measurements."""
+        """Device types, in the order of the measurements."""
         return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
 
     def stretched(self, layers: int) -> MetisProfile:
