@@ -235,7 +235,7 @@ class Costs(Pricing):
         return self._longest.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """Return the bytes that each rank needs in addition to its state.
+        """Return the bytes that each rank needs besides its state.
 
         Args:
             tokens: size of each pipeline's longest micro-batch.

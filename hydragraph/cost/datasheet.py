@@ -2,8 +2,8 @@
 
 In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
 heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
-takes half as many. The backward takes twice as many operations. Tensor-parallel sums are priced separately. Kernels
-follow a roofline (`Roofline`) unless `efficiency` is given.
+takes half as many. The backward takes twice as many operations as the forward. Tensor-parallel sums are priced
+separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Roofline:
     Attributes:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`). On an A100, attention
             reaches 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: size of a dimension (such as number of tokens) that halves a matrix product's speed; fitted by
+        half: size of a dimension (such as the number of tokens) at which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; assumed, like `launch_s`.
     """

@@ -33,8 +33,9 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import PIECES, StageKind
 from hydragraph.spec.strategy import Strategy
 
-MESSAGE_BYTES = 1 << 20  # for comparing links
-RING_TOKENS = 2048  # for comparing links
+# For comparing links.
+MESSAGE_BYTES = 1 << 20
+RING_TOKENS = 2048
 
 
 class Pricing:
@@ -210,7 +211,7 @@ class Pricing:
         return forward, sum(piece.reduced[1] for piece in self._blocks(stage, self._learning(span)))
 
     def _learning(self, span: tuple[int, int]) -> tuple[int, int]:
-        """Return the part of a span that runs a backward; frozen blocks below the first trained block run none."""
+        """Return the part of a span that runs a backward; frozen blocks before the first trained block run none."""
         return max(span[0], self.outline.lowest), span[1]
 
     def _blocks(self, stage: Stage, span: tuple[int, int]) -> list[BlockPiece]:

@@ -55,7 +55,7 @@ class CostedSchemes:
         return self._placed(Pipeline(tuple(placed)))
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of pipelines, each on its ranks in a strategy of these schemes."""
+        """Return the costs of a strategy's pipelines with these schemes, each on its ranks."""
         return tuple(map(self._placed, self._strategy(schemes).pipelines))
 
     def charge(self, schemes: Sequence[Scheme]) -> float:

@@ -141,7 +141,7 @@ class Timeline:
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
-        """Return the seconds that computation or commit waits for a stream, even before its transfers begin."""
+        """Return the seconds that computation or commit waits for a stream, including time before transfers begin."""
         return self._exposed[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property

@@ -68,7 +68,7 @@ class Passage:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether all groups exchange data."""
+        """Whether every pair of groups exchanges data."""
         return bool(self.partners.all())
 
 
