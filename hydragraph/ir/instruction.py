@@ -81,8 +81,8 @@ class Instruction:
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
-        after: values that the instruction waits for: its `reads` from other streams (a free waits only for messages and
-            copies). A pull may also wait for earlier pulls, and a push for earlier pushes.
+        after: values that the instruction waits for: the `reads` that other streams produce (a free waits only for
+            messages and copies). A pull may also wait for earlier pulls, and a push for earlier pushes.
     """
 
     op: Op

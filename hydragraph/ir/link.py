@@ -89,7 +89,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, divided among equally near senders: on the receiver, its node, or anywhere."""
+    """Return slices like `copy`, but spread over all equally near senders: the receiver, its node, or all ranks."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -116,7 +116,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     possible; otherwise, the ranks take turns.
 
     Raises:
-        ValueError: the sizes differ, or a copy of the source does not store a needed element.
+        ValueError: the sizes differ, or one of the source's copies lacks a needed element.
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)

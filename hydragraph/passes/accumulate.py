@@ -26,7 +26,7 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds gradients to buffers (`added`) if they are products with one reader."""
+    """Return a variant whose matmuls accumulate gradients into buffers (`added`) if nothing else reads them."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()

@@ -35,7 +35,7 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put a rank's pulls before its work; run a forward between pulls once a pull has waited for its weights.
+    """Put a rank's pulls before its work; run a forward between pulls once a pull waits for the forward's weights.
 
     Only a first stage runs forwards between pulls; a later stage would have to wait for a hidden state.
     """
@@ -69,7 +69,7 @@ def _pulled(instruction: Instruction) -> set[Value]:
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
     """Return the first index in a rank's work where waiting for pushes does not delay other ranks.
 
-    On later stages, it is the end of the work, because not all ranks of a stage send.
+    On later stages, return the end of the work, because not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

@@ -1,6 +1,6 @@
 """Search for the values that sequence parallelism shards by tokens.
 
-Between tensor-parallel regions every rank has only its own tokens. A region ends with a reduce-scatter and starts with
+Between tensor-parallel regions, every rank has only its own tokens. A region ends with a reduce-scatter and starts with
 an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
 """
 

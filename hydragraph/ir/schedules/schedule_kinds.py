@@ -41,14 +41,14 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the largest number of micro-batches in flight on each stage, or None if all of them are."""
+    """Return the largest number of micro-batches in flight on each stage, or None without a limit."""
     count = stages + 1
     schedule = KINDS[kind](Shape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the largest number in flight on each stage of a pipeline with `count` micro-batches."""
+    """Return the largest number in flight on each stage, if the pipeline has `count` micro-batches."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
