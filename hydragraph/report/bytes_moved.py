@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks (omitted if there are many, on several nodes) and between nodes."""
+    """Return the traffic between ranks (omitted if many ranks are on several nodes) and between nodes."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     traffic = []

@@ -42,7 +42,7 @@ def run_report(
         )
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
-    last = {step.strategy: step for step in trace.steps}  # a strategy's last step does not compile
+    last = {step.strategy: step for step in trace.steps}  # a strategy's last step includes no compilation
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return ReportContents(

@@ -2,8 +2,8 @@
 
 Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`).
 All stages must have the same tensor-parallel degree, because a product that is split over ranks is summed in a
-different order from a whole product. All devices must be of the same kind, and a CPU uses one thread, because libraries
-order sums by processor and thread count.
+different order from a whole product. All devices must be of the same kind, and a CPU uses one thread, because the order
+of library sums depends on processor and threads.
 """
 
 from __future__ import annotations

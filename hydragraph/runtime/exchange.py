@@ -114,7 +114,7 @@ def push_exchange(
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
-    """Return one rank's exchange from first to second owners within one buffer, or None if there are none."""
+    """Return one rank's exchange from first to second owners within one buffer; None without second owners."""
     if not len(owners.second.rank):
         return None
     slices = hand_on(owners, rank)

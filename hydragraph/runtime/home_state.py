@@ -131,7 +131,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, start) for each parameter in [lo, hi) of a bucket: its overlap and first element."""
+    """Yield (name, low, high, start) of each parameter that overlaps [lo, hi) in [low, high) and begins at `start`."""
     start = 0
     for parameter in bucket.parameters:
         low = max(lo, start)

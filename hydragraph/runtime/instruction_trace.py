@@ -28,7 +28,7 @@ class RankTimes:
     """One rank's times of an iteration, sent to all ranks at the commit.
 
     Attributes:
-        seconds: time from the rank's first instruction until the commit, when no work is pending.
+        seconds: time from the rank's first instruction to the commit, before which all work ends.
         own: for each template in `Program.kinds`, seconds that its blocks took, without waits for other ranks.
         ran: seconds of `own` (or, if no block ran, the probe) during which the thread ran; 0 if unknown.
         queued: seconds of `own` (or the probe) during which the thread waited for its core; 0 if unknown.

@@ -54,7 +54,7 @@ CHAIN = 4  # maximum blocks per measurement
 PRECISE = 0.01  # measurements stop at this relative standard error
 USABLE = 0.9  # fraction of memory that is usable despite fragmentation
 
-Progress = Callable[[int, int, str], None]  # done, total, next
+Progress = Callable[[int, int, str], None]  # done, total, description
 _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # forward function that returns its backward
 
 

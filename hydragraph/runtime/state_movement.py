@@ -145,7 +145,7 @@ class Route:
     """Route of state from one home to another, equal on all ranks.
 
     Attributes:
-        source: current owners by bucket, by this world's rank numbers.
+        source: current owners of each bucket, in this world's rank numbers.
     """
 
     buckets: Sequence[Bucket]

@@ -52,7 +52,7 @@ class DeviceStreams(Protocol):
         """Make later work of the current queue wait for a mark."""
 
     def passed(self, mark: Mark) -> bool:
-        """Return whether a queue has reached its mark."""
+        """Return whether the mark's queue has reached it."""
 
     def reach(self, mark: Mark) -> None:
         """Make the host wait until a queue has reached its mark."""
