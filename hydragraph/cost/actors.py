@@ -41,7 +41,7 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """Program of one rank of an actor; the other fields contain indices of `instructions`.
+    """Program of one rank of an actor; the other fields contain indices into `instructions`.
 
     Attributes:
         needs: for each instruction, the instructions of other queues that must end before it begins.

@@ -92,7 +92,7 @@ class Costs(Pricing):
         push_itemsize: int | None = None,
         state_bytes: int | None = None,
     ) -> Costs:
-        """Return costs with some arguments replaced."""
+        """Return costs with arguments replaced."""
         costs = Costs(
             profile or self.profile,
             cluster or self.cluster,

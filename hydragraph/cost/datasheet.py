@@ -52,7 +52,7 @@ class Roofline:
     Attributes:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`). On an A100, attention
             reaches 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: size of a dimension (such as the number of tokens) at which matrix products reach half speed; fitted by
+        half: size of a dimension (such as the token count) at which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; assumed, like `launch_s`.
     """

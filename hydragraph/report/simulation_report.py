@@ -76,7 +76,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Say how much longer a strategy's critical path per token is than the best strategy's, by kind of step."""
+    """Say how much longer a strategy's critical path per token is than the best strategy's, by kind."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

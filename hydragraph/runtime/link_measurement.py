@@ -1,8 +1,8 @@
 """Measurement of links within and between nodes, and of network cards.
 
 A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
-direction is timed separately. The fastest of several repetitions is used. If all pairs between two nodes are slower at
-once than one pair alone, they share network cards.
+direction is timed separately. The fastest of several repetitions is used. If the pairs between two nodes are slower
+when all send at once, they share network cards.
 """
 
 from __future__ import annotations

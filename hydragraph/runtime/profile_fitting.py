@@ -61,7 +61,7 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Return why the fit must not be used, or None if it may be."""
+        """Return why the fit is not usable, or None if it is."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
         # With short windows, quadratic cost looks linear, so the fit may confuse both.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
