@@ -22,7 +22,7 @@ class Ring:
     """Tensor-parallel sums that the curves of `StageCost` exclude; each sends 2 (t - 1) messages along a ring.
 
     Attributes:
-        ranks: the ring's size t.
+        ranks: ring size t.
         times: number of hidden states that are summed per micro-batch.
         link: the slowest link of the ring.
         hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
