@@ -99,7 +99,7 @@ def capture(
     refuse_untried(model)
     refuse_other_dtypes(model)
     refuse_unseen(model)
-    huggingface.refuse_unsupported(model)
+    huggingface.refuse_unsupported(model, loss)
     refuse_trained(loss)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensor_names, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ ATTENTION = "hydragraph"
 _IGNORED = frozenset(
     {"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"}
 )  # cu_seqlens has the same information
+# Settings of a config that add terms to the model's own loss.
+_ADDITIONAL_LOSSES = {"output_router_logits": "the auxiliary router loss", "z_loss_coefficient": "the z-loss"}
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # suffixes of model classes whose labels are not shifted
 
 
@@ -240,16 +243,25 @@ def refuse_own_positions(model: str, fields: Collection[str]) -> None:
         raise Unsupported(what, where=model, remedy="choose a model that computes positions from position_ids")
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        what = "the auxiliary router loss is not supported"
-        remedy = "set output_router_logits=False to train only on the token loss"
-        raise Unsupported(what, where=f"{type(model).__name__}.config.output_router_logits", remedy=remedy)
+def refuse_unsupported(model: nn.Module, loss: object = None) -> None:
+    where = type(model).__name__
     if is_huggingface(model):
+        _refuse_additional_losses(base_model(model))
+        if loss is None and "_loss_function" in vars(base_model(model)):
+            what = "its loss_function was replaced, but without loss= training uses the cross-entropy of its labels"
+            raise Unsupported(what, where=where, remedy="pass the loss to hydragraph as loss=")
         _refuse_own_attention(model)
         _refuse_linear_biases(model)
         _refuse_shared_values(model)
         refuse_other_frequencies(model)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         remedy = "call model.gradient_checkpointing_disable(); hydragraph already recomputes cheap operators"
-        raise Unsupported("the model enables its own gradient checkpointing", where=type(model).__name__, remedy=remedy)
+        raise Unsupported("the model enables its own gradient checkpointing", where=where, remedy=remedy)
+
+
+def _refuse_additional_losses(model: Any) -> None:
+    configs = {"config": model.config, "config.get_text_config()": model.config.get_text_config()}
+    for (path, config), (name, what) in product(configs.items(), _ADDITIONAL_LOSSES.items()):
+        if value := getattr(config, name, None):
+            remedy = f"set {name}={type(value)(0)} to train only on the token loss"
+            raise Unsupported(f"{what} is not supported", where=f"{type(model).__name__}.{path}.{name}", remedy=remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 _PATH = "/proc/thread-self/schedstat"  # nanoseconds run, nanoseconds queued, and number of time slices
@@ -31,9 +32,9 @@ class Scheduled:
         with suppress(OSError):
             self._file = os.open(_PATH, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, `os` may be gone
         if self._file >= 0:
-            os.close(self._file)
+            close(self._file)
             self._file = -1
 
 

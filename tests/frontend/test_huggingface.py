@@ -200,6 +200,25 @@ def test_the_auxiliary_router_loss_is_refused() -> None:
         refuse_unsupported(model)
 
 
+def test_terms_and_losses_that_training_would_ignore_are_refused() -> None:
+    model = llama(layers=1)
+    model.loss_function = lambda *given, **options: torch.zeros(())
+    with pytest.raises(Unsupported, match=r"its loss_function was replaced.* pass the loss to hydragraph as loss="):
+        refuse_unsupported(model)
+    refuse_unsupported(model, loss=lambda outputs, batch: outputs.logits.sum())
+    model = llama(layers=1)
+    model.config.z_loss_coefficient = 0.5
+    with pytest.raises(Unsupported, match=r"config.z_loss_coefficient: the z-loss .* set z_loss_coefficient=0.0"):
+        refuse_unsupported(model)
+    del model.config.z_loss_coefficient
+    nested = MixtralConfig(output_router_logits=True)
+    model.config.get_text_config = lambda: nested
+    with pytest.raises(
+        Unsupported, match=r"config.get_text_config\(\).output_router_logits.* set output_router_logits=False"
+    ):
+        refuse_unsupported(model)
+
+
 def test_attention_that_a_user_registered_is_refused() -> None:
     def louder(*given: Any, **options: Any) -> Any:
         return sdpa_attention_forward(*given, **options | {"scaling": 2.0})
