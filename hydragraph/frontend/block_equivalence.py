@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.block_keywords import keywords_of_block
 from hydragraph.frontend.module_digest import LAYER_INDEX
 from hydragraph.frontend.skeleton import BlockCall, FlatBlock
 from hydragraph.frontend.untraceable import refuse_own_backward, watched
-from hydragraph.private.argument_trees import TorchDispatchMode
+from hydragraph.private.argument_trees import TorchDispatchMode, tree_flatten, tree_unflatten
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
 _LARGEST = 1 << 20  # elements; larger constant tensors are not compared
@@ -68,6 +70,56 @@ def refuse_state_around(
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)
+
+
+def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
+    """Run the model, then repeat the calls of its blocks; raise Unsupported if a call runs other operators.
+
+    Such a block reads something that the model sets between blocks, and blocks are traced after the model.
+    """
+    calls: list[tuple[int, list[str] | None, Callable[[], tuple[Any, list[str] | None]]]] = []
+
+    def noting(number: int, block: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            again = functools.partial(_called_with_notes, block, own, arguments, keywords)
+            result, lines = again()
+            calls.append((number, lines, again))
+            return result
+
+        return forward
+
+    try:
+        with meta_as_cpu(), ExitStack() as replaced:
+            module(batch)  # a first call may create state
+            for number, block in enumerate(blocks):
+                forward = {"forward": noting(number, block, block.forward)}
+                replaced.enter_context(mock.patch.dict(vars(block), forward))
+            module(batch)
+        with meta_as_cpu():
+            repeated = [(again()[1], again()[1]) for _, _, again in calls]
+    except Exception:  # the trace that follows reports this error
+        return
+    for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
+        if None not in (before, after) and before != after == later:
+            what = "it reads something that the model changes between blocks, but is traced with the final value"
+            raise Unsupported(what, where=f"layer.{number}", remedy="pass this value to the block as an argument")
+
+
+def _called_with_notes(
+    block: nn.Module, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Any, list[str] | None]:
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        return torch.empty_like(value, requires_grad=value.requires_grad)
+
+    leaves, spec = tree_flatten((arguments, keywords))
+    leaves = list(map(fresh, leaves))
+    arguments, keywords = tree_unflatten(leaves, spec)
+    notes = _Notes(block, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    with notes, keywords_of_block(keywords):
+        result = forward(*arguments, **keywords)
+    return result, notes.all(tree_flatten(result)[0])
 
 
 def _refuse_difference(first: list[str] | None, second: list[str] | None, where: str) -> None:

@@ -19,7 +19,13 @@ from hydragraph import log
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import custom_modules, huggingface
 from hydragraph.frontend.added_inputs import ADDED
-from hydragraph.frontend.block_equivalence import is_without_index, kind_of, refuse_state, refuse_state_around
+from hydragraph.frontend.block_equivalence import (
+    is_without_index,
+    kind_of,
+    refuse_state,
+    refuse_state_around,
+    refuse_state_between,
+)
 from hydragraph.frontend.buckets import buckets_of
 from hydragraph.frontend.compiled_folder.program_cache import keep_program, path_of, read_program
 from hydragraph.frontend.counted_positions import use_position_ids
@@ -139,6 +145,8 @@ def _captured(
     traced = TracedModel(copied, call, meta_loss(loss or token_cross_entropy))
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
         refuse_state_around(traced, opaque_blocks(layers, outline, []), meta_batch(sizes, fields), where)
+    if not is_huggingface or not huggingface.is_library_class(model):
+        refuse_state_between(traced, list(entries(layers)), meta_batch(sizes, fields))
     with packed_recurrences(copied) if is_huggingface else nullcontext():
         exported, calls = capture_skeleton(traced, layers, outline, sizes, fields)
         skeleton = _Skeleton(*functional_graph(exported, where), where, tuple(fields), sizes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from hydragraph.frontend.capture import capture, origin
 from tests.frontend.test_module_digest import Setting, kind, times
 from tests.frontend.test_untraceable import agrees
 from tests.models import captured, llama, randomised
-from tests.own_models import Layer, Own
+from tests.own_models import Layer, Own, Small
 from tests.thorough import only, thorough
 
 SCALES = [1.5, 2.5]
@@ -119,6 +121,52 @@ def test_state_outside_of_a_block_is_refused() -> None:
     model.stack = nn.ModuleList([Scaled(0, counted)])
     with pytest.raises(Unsupported, match=r"layer.0: its forward differs between calls"):
         capture(model, blocks="stack")
+
+
+class Between(Own):
+    """A model that marks its middle block by something other than an argument."""
+
+    def __init__(self, mark: Callable[[Any, int], None], read: Callable[[Any], Any]) -> None:
+        super().__init__(layers=0)
+        self.shared = nn.Module()
+        self.mark = mark
+
+        class Reading(Small):
+            def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+                return super().forward(x, cu_seqlens) * (2.0 if read(self) else 1.0)
+
+        self.stack = nn.ModuleList(Reading() for _ in range(3))
+        for block in self.stack:
+            block.shared = self.shared
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        x = (self.tokens(input_ids) + self.places(position_ids))[0]
+        for i, block in enumerate(self.stack):
+            self.mark(self, i)
+            x = block(x, cu_seqlens)
+        return self.out(self.norm(x))[None]
+
+
+MARK = contextvars.ContextVar("mark", default=False)
+NAMES = types.SimpleNamespace(odd=False)
+
+
+@pytest.mark.parametrize(
+    ("mark", "read"),
+    [
+        (lambda model, i: MARK.set(i == 1), lambda block: MARK.get()),
+        (lambda model, i: setattr(NAMES, "odd", i == 1), lambda block: NAMES.odd),
+        (lambda model, i: TABLE.update({0: i == 1}), lambda block: TABLE[0]),
+        (lambda model, i: setattr(model.shared, "local", i == 1), lambda block: block.shared.local),
+    ],
+    ids=["context variable", "namespace", "dictionary", "attribute"],
+)
+def test_what_a_model_sets_between_blocks_is_refused(
+    mark: Callable[[Any, int], None], read: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(Unsupported, match=r"layer.1: it reads something that the model changes between blocks"):
+        capture(Between(mark, read))
+    capture(Between(lambda model, i: mark(model, 1), read))
 
 
 def test_state_in_an_attribute_is_refused_by_name() -> None:
