@@ -25,7 +25,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 from hydragraph.private.operator_schemas import argument_of, aten_operators
-from hydragraph.private.tracing import is_counted, symbols_in
+from hydragraph.private.tracing import is_counted, is_one_less, symbols_in
 
 aten = torch.ops.aten
 
@@ -40,7 +40,6 @@ _FINDS = aten_operators("""
 """)
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
 _SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the searched argument
-_ENDS = ([0, 1, 2**63 - 1], [0, 0, -1])  # [1:] and [:-1]
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
 _ACROSS = "computes a term from several tokens or sequences"
@@ -116,7 +115,7 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     if node.target in _OF_NEIGHBOURS:
         if node.target is aten.diff.default and given == [_Bound.PLACE] and argument_of(node, "n") == 1:
             return _Bound.LENGTH
-        return _Bound.PLACE if others in _ENDS and given == [_Bound.PLACE] else _Bound.INDEX
+        return _Bound.PLACE if _drops_an_end(node) and given == [_Bound.PLACE] else _Bound.INDEX
     if node.target in _SEARCHES and operands(node)[_SEARCHES[node.target]] in told:
         return _Bound.INDEX
     if set(given) == {_Bound.LENGTH}:
@@ -133,6 +132,20 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     if node.target in (aten.maximum.default, aten.minimum.default):
         return given[0] if len(set(given)) == 1 else None
     return given[0] if node.target in (aten.clamp.default, aten.clamp_min.default) and others == [0] else None
+
+
+def _drops_an_end(node: fx.Node) -> bool:
+    """Return whether an operator is x[1:] or x[:-1]."""
+    first, *others = operands(node)
+    slices = node.target in (aten.slice.Tensor, aten.narrow.default)
+    strided = node.target is aten.slice.Tensor and others[3:] not in ([], [1])
+    return (
+        slices
+        and others[0] == 0
+        and others[1] in (0, 1)
+        and not strided
+        and (len(shape(node)) == 1 and is_one_less(shape(node)[0], shape(first)[0]))
+    )
 
 
 def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node]) -> str | None:

@@ -85,6 +85,12 @@ def is_counted(size: int | torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
+def is_one_less(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Return whether a size is another size minus 1 for all values of the symbols."""
+    sizes = [each.node.expr if isinstance(each, torch.SymInt) else each for each in (size, other)]
+    return bool(sympy.simplify(sizes[1] - sizes[0]) == 1)
+
+
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
     """Return n if a size is n times a symbol, else None."""
     if symbol_name(size) is None:

@@ -51,6 +51,9 @@ SEPARATE |= {
     "each sequence by a difference": lambda x, b: (
         per_sequence(x, b) / (b["cu_seqlens"].float()[1:] - b["cu_seqlens"].float()[:-1]).clamp(max=5)
     ).sum(),
+    "each sequence by a difference of narrow": lambda x, b: (
+        per_sequence(x, b) / (b["cu_seqlens"][1:] - b["cu_seqlens"].narrow(0, 0, b["cu_seqlens"].shape[0] - 1))
+    ).sum(),
     "each token by its sequence's length": lambda x, b: (
         each(x, b) / torch.repeat_interleave(lengths(b), lengths(b), output_size=x.shape[1])
     ).sum(),
@@ -104,7 +107,7 @@ ACROSS = {
 }
 
 
-@only("DPO on sums of sequences")
+@only("DPO on sums of sequences", "each sequence by a difference of narrow")
 @pytest.mark.parametrize("name", SEPARATE)
 def test_sums_of_separate_terms_are_captured(name: str) -> None:
     loss: Any = SEPARATE[name]
