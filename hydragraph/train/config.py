@@ -686,8 +686,19 @@ class TrainConfig:
         data = parse_yaml(text)
         return overridden(from_record(cls, data, name="the config", hints=remedies()), data, overrides)
 
+    @property
+    def given_plan(self) -> PlanConfig:
+        """The plan without the choice that "auto" implies."""
+        return replace(self.plan, choose=False) if self.automatic and self.plan.cluster is None else self.plan
+
     def save(self, path: str | Path) -> None:
-        """Write every field, including defaults, as YAML for `load`."""
+        """Write every field, defaults included, as YAML; `load` derives settings again, so that overrides apply."""
         data = plain(asdict(self))
+        data["plan"] = plain(asdict(self.given_plan))
+        if self.elastic.copies > 1:
+            data["home"]["copies"] = 1
+        if self.objective is not None:
+            for source in (data["data"], *data["data"]["mixture"], *data["data"]["evaluation"].values()):
+                source["format"] = "auto"
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)

@@ -152,6 +152,18 @@ def test_settings_that_are_derived_follow_an_override(tmp_path: Path) -> None:
     assert TrainConfig.load(pairs, ["objective=null"]).data.format == "auto"
 
 
+def test_settings_that_are_derived_follow_an_override_of_a_saved_config(tmp_path: Path) -> None:
+    saved = tmp_path / "resolved.yaml"
+    given = {"elastic": {"copies": 2}, "home": "2,1", "ranks": 2, "strategies": "auto", "objective": "dpo"}
+    config = TrainConfig.load(write(tmp_path, given))
+    config.save(saved)
+    assert TrainConfig.load(saved) == config
+    changed = TrainConfig.load(saved, ["elastic.copies=1", 'strategies=["<tp1,pp1>"]', "objective=null"])
+    assert changed.home == Home([2, 1], 1)
+    assert not changed.plan.choose
+    assert changed.data.format == "auto"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
