@@ -226,4 +226,5 @@ def chosen_strategies(
 def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int | None = None) -> TrainConfig:
     """Return the config with `chosen_strategies`; re-planning is disabled, because it may need "auto"."""
     strategies = chosen_strategies(named, config.strategies, ranks)
-    return replace(config, strategies=strategies, elastic=replace(config.elastic, replan=None, dry_run=False))
+    elastic = replace(config.elastic, replan=None, dry_run=False)
+    return replace(config, strategies=strategies, plan=config.given_plan, elastic=elastic)

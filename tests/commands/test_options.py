@@ -58,6 +58,7 @@ def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_ranks(
 def test_strategies_replace_auto_in_a_config_that_replans(tmp_path: Path, elastic: dict[str, bool]) -> None:
     path = write(tmp_path, strategies="auto", ranks=2, elastic=elastic)
     assert with_strategies(TrainConfig.load(path), None, 2).strategies == ("2*<tp1,pp1>",)
+    assert not with_strategies(TrainConfig.load(path), ["2*<tp1,pp1>"]).plan.choose
     options = CompileOptions(config=path, strategies=["<tp1>"], output=tmp_path / "compiled")
     assert options.load().strategies == ("<tp1>",)
 
