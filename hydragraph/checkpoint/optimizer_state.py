@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hydragraph.errors import Unsupported
+from hydragraph.kernels.adamw import AdamW, refuse_amsgrad
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.shard_boxes import OwnedBoxes, sharded
 
@@ -79,6 +80,20 @@ def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor
     return states
 
 
+def check_groups(what: str, home: HomeState, optimizer: torch.optim.Optimizer, plain: Plain) -> None:
+    """Check that an optimizer has the saved parameter groups and supports their settings."""
+    groups = _group_names(home, optimizer)
+    if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
+        moved = _places(groups).items() ^ _places(plain.groups).items()
+        raise ValueError(
+            f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer has"
+            f" {len(groups)}; the groups differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer"
+            " with the saved groups"
+        )
+    for saved in plain.hyperparameters if isinstance(optimizer, AdamW) else ():
+        refuse_amsgrad(saved)
+
+
 def restore(
     what: str,
     home: HomeState,
@@ -91,14 +106,8 @@ def restore(
     Args:
         states: parameter -> state -> 1-D tensor of this rank's elements.
     """
+    check_groups(what, home, optimizer, plain)
     groups = _group_names(home, optimizer)
-    if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
-        moved = _places(groups).items() ^ _places(plain.groups).items()
-        raise ValueError(
-            f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer has"
-            f" {len(groups)}; the groups differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer"
-            " with the saved groups"
-        )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(
         {

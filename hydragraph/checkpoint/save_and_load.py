@@ -43,6 +43,7 @@ from hydragraph.checkpoint.metadata import Reader
 from hydragraph.checkpoint.optimizer_state import (
     Plain,
     allocated,
+    check_groups,
     elementwise_states,
     kind_of,
     plain_state,
@@ -190,12 +191,14 @@ def load(
     extra: dict[str, Any] = entry["extra"]
     if buffers is not None:
         together(groups, what, lambda: check_buffers(f"checkpoint {path}", extra.get(BUFFERS), buffers))
+    plain = Plain(**entry["optimizer"]) if optimizer is not None else None
+    if optimizer is not None and plain is not None:
+        together(groups, what, lambda: check_groups(f"checkpoint {path}", home, optimizer, plain))
     contents: dict[str, OwnedBoxes | bytes] = {**sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
     together(groups, what, lambda: read_entries(contents, reader))
-    if optimizer is not None:
-        plain = Plain(**entry["optimizer"])
+    if optimizer is not None and plain is not None:
         together(groups, what, lambda: restore(f"checkpoint {path}", home, optimizer, plain, states))
     return extra
 

@@ -261,13 +261,13 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer without its copies; call `copy_to` again."""
         for group in state.get("param_groups", ()):
-            _refuse_amsgrad(group)
+            refuse_amsgrad(group)
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _refuse_amsgrad(param_group)
+        refuse_amsgrad(param_group)
         super().add_param_group(param_group)
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
@@ -343,13 +343,13 @@ def _place(copy: Tensor | None) -> tuple[Any, ...]:
     return () if copy is None else (copy.data_ptr(), copy.shape, copy.dtype)
 
 
-def _refuse_amsgrad(group: Mapping[str, Any]) -> None:
+def refuse_amsgrad(group: Mapping[str, Any]) -> None:
     if group.get("amsgrad"):
         raise _refused("a parameter group has amsgrad=True", "use torch.optim.AdamW")
 
 
 def _settings(group: Mapping[str, Any]) -> AdamWSettings:
-    _refuse_amsgrad(group)
+    refuse_amsgrad(group)
     first, second = (float(beta) for beta in group["betas"])
     return AdamWSettings(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
 

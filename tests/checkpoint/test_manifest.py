@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.manifest import Damaged, is_whole
 from hydragraph.cluster.communicators import Groups
 from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.kernels.adamw import AdamW
 from hydragraph.version import __version__
-from tests.runtime.homes import ALONE, MODEL, Model, make, sgd
+from tests.runtime.homes import ALONE, MODEL, Model, Named, make, sgd
 
 
 def test_a_corrupt_byte_is_found_in_every_file(made: Path, groups: Groups) -> None:
@@ -79,3 +81,21 @@ def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> No
         ValueError, match=r"has 2 parameter groups, and this optimizer has 1; the groups differ in \['layer.0.norm'\]"
     ):
         save_and_load.load(made, *make(ALONE, torch.optim.AdamW), groups)
+
+
+def plain_adamw(named: Named) -> torch.optim.Optimizer:
+    groups = [{"params": [p for p in named if ("norm" in p[0]) == norm]} for norm in (False, True)]
+    return AdamW(groups)
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"), [(plain_adamw, "has amsgrad=True"), (torch.optim.AdamW, "parameter groups")]
+)
+def test_a_refused_optimizer_leaves_the_weights(
+    factory: Callable[[Named], torch.optim.Optimizer], said: str, made: Path, groups: Groups
+) -> None:
+    home, optimizer = make(ALONE, factory, seed=7)
+    before = {name: weights.clone() for name, weights in home.weights.items()}
+    with pytest.raises(ValueError, match=said):
+        save_and_load.load(made, home, optimizer, groups)
+    assert all(torch.equal(before[name], weights) for name, weights in home.weights.items())
