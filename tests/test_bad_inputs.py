@@ -52,6 +52,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hg.compile(llama(layers=2), STRATEGY, "adamw"),
         "optimizer: 'adamw' is not a function; pass",
     ),
+    "a norm of 0": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, torch.optim.AdamW, max_grad_norm=0),
+        "max_grad_norm is 0: give a number above 0, or None for no clipping",
+    ),
     "a wrong text": (lambda: hg.compile(llama(layers=2), "<tp1,pq1>"), r"(?s)<tp1,pq1>.*\^"),
     "a strategy of numbers": (lambda: hg.compile(llama(layers=2), [1, 1]), r"strategies are \[1, 1\]; pass a Strategy"),
     "no strategy": (lambda: hg.compile(llama(layers=2), None), "strategy is None; pass a Strategy"),

@@ -304,10 +304,8 @@ def _checked_options(
         )
     if type(seed) is not int:
         raise ValueError(f"compile: seed is {seed!r}: give an integer")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm >= 0):
-        raise ValueError(
-            f"compile: max_grad_norm is {max_grad_norm!r}: give a number of at least 0, or None for no clipping"
-        )
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+        raise ValueError(f"compile: max_grad_norm is {max_grad_norm!r}: give a number above 0, or None for no clipping")
     return home_of(home)
 
 

@@ -555,6 +555,8 @@ class TrainConfig:
         self._check_ranks()
         callbacks: object = self.callbacks  # YAML may yield None or a list
         self._set("callbacks", () if callbacks in (None, (), []) else check_texts("callbacks", callbacks))
+        if self.max_grad_norm == 0:
+            raise ValueError("max_grad_norm is 0: use null for no clipping")
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give a seed below 2**63")
         if self.adapter is not None and self.model.weights is not None:

@@ -73,6 +73,7 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
         ("model.path", "somewhere", "model: give 'architecture'"),
         ("model.config", [1], "model: config is"),
         ("max_grad_norm", float("nan"), "max_grad_norm is nan"),
+        ("max_grad_norm", 0.0, "max_grad_norm is 0: use null for no clipping"),
         ("label_smoothing", 1.0, "label_smoothing is 1.0: give a number of at least 0 and below 1"),
         (
             "plan",
