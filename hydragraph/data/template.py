@@ -50,8 +50,7 @@ class ChatTemplate:
         trained = [] if self.train_on == "all" else self._trained(conversation, place)
         written = self._written(conversation, place, marks)
         if self.train_on == "all":
-            excluded = [i for i, message in enumerate(conversation.messages) if message.get("weight") == 0]
-            return written.text, _without([written.turn(i) for i in excluded], len(written.text))
+            return written.text, _without(written.excluded(), len(written.text))
         return written.text, _joined(written.marked(trained) if self._marks else map(written.turn, trained))
 
     @property
@@ -226,6 +225,18 @@ class _Written:
         after = (self._region(self._messages, j) for j in range(i + 1, len(self._messages)))
         begin = next((region[1] for region in before if region), 0)
         return begin, next((region[0] for region in after if region), len(self.text))
+
+    def excluded(self) -> list[Span]:
+        """Return the spans of messages with weight 0; the first messages are excluded with their headers."""
+        messages = self._conversation.messages
+        first = next((i for i, message in enumerate(messages) if message.get("weight") != 0), None)
+        if first is None:
+            raise ValueError(f"{self._place}: all messages have weight 0: remove the conversation")
+        later = [self.turn(i) for i in range(first, len(messages)) if messages[i].get("weight") == 0]
+        if first == 0:
+            return later
+        answers = messages[first]["role"] == ASSISTANT
+        return [(0, self.turn(first)[0] if answers else self.turn(first - 1)[1]), *later]
 
     def turn(self, i: int) -> Span:
         """Return the span of message `i` that the model generates: the content and end token."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydragraph.data.documents import Conversation, Fields
+from hydragraph.data.documents import Conversation, Fields, Preference
 from hydragraph.data.template import ChatTemplate
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|start|>", "<|return|>", "<|user|>", "<|assistant|>", "<eos>")
@@ -168,6 +168,24 @@ def test_an_answer_of_weight_0_is_not_trained(template: str) -> None:
     assert "]]BAD<|end|>\n[[" in everything
     with pytest.raises(ValueError, match="here: all assistant messages have weight 0"):
         trained(template, chat(("user", "Q"), {"role": "assistant", "content": "BAD", "weight": 0}))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_only_the_answer_to_a_prompt_is_trained(train_on: str) -> None:
+    *before, answer = [{"role": role, "content": content} for role, content in TALK]
+    expected = trained(PHI3, chat(*TALK), "last")
+    other = {"role": "assistant", "content": "C"}
+    pair = Fields().document({"prompt": before, "chosen": [answer], "rejected": [other]}, "preference", "here")
+    assert isinstance(pair, Preference)
+    assert isinstance(pair.chosen, Conversation)
+    assert trained(PHI3, pair.chosen, train_on) == expected
+
+
+def test_first_messages_of_weight_0_are_left_out_with_their_headers() -> None:
+    said = chat({"role": "system", "content": "S", "weight": 0}, *TALK[:2])
+    assert trained(PHI3, said, "all") == "<|system|>\nS<|end|>\n[[<|user|>\nQ<|end|>\n<|assistant|>\nA<|end|>\n<eos>]]"
+    with pytest.raises(ValueError, match="here: all messages have weight 0: remove the conversation"):
+        trained(PHI3, chat({"role": "user", "content": "Q", "weight": 0}), "all")
 
 
 def test_a_message_that_the_template_leaves_out_is_told() -> None:
