@@ -189,8 +189,8 @@ class Fields:
                 raise ValueError(f"{place}: {self.completion!r} is empty: remove the record")
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
-            turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
-            return self._conversation(record, turns, place)
+            before = _untrained(_messages(prompt, self.prompt, place))
+            return self._conversation(record, (*before, *_messages(completion, self.completion, place)), place)
         raise ValueError(
             f"{place}: {self.prompt!r} is {type_text(prompt)}, and {self.completion!r} is {type_text(completion)}: "
             "give two texts, or two lists of messages"
@@ -301,7 +301,11 @@ def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Message
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
-        yield (*({**message, "weight": 0} for message in messages[:shared]), *messages[shared:])
+        yield (*_untrained(messages[:shared]), *messages[shared:])
+
+
+def _untrained(messages: Messages) -> Messages:
+    return tuple({**message, "weight": 0} for message in messages)
 
 
 def _of_instructions(records: Sequence[Mapping[str, Any]], place: str) -> Preference:

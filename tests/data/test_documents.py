@@ -39,7 +39,7 @@ def test_conversations_are_written_as_templates_read_them() -> None:
     document = Fields(messages="conversations").document({"conversations": said}, "chat", "f:1")
     assert document == Conversation(({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
     pair = {"prompt": HI[:1], "completion": HI[1:]}
-    assert PLAIN.document(pair, "completion", "f:1") == Conversation(tuple(HI))
+    assert PLAIN.document(pair, "completion", "f:1") == Conversation(({**HI[0], "weight": 0}, HI[1]))
     assert PLAIN.document({"prompt": "a", "completion": "b"}, "completion", "f:1") == Completion("a", "b")
     written = PLAIN.document({"messages": '[{"role": "user", "content": "hi"}]', "tools": "[]"}, "chat", "f:1")
     assert written == Conversation(({"role": "user", "content": "hi"},))

@@ -174,6 +174,9 @@ def test_an_answer_of_weight_0_is_not_trained(template: str) -> None:
 def test_only_the_answer_to_a_prompt_is_trained(train_on: str) -> None:
     *before, answer = [{"role": role, "content": content} for role, content in TALK]
     expected = trained(PHI3, chat(*TALK), "last")
+    completion = Fields().document({"prompt": before, "completion": [answer]}, "completion", "here")
+    assert isinstance(completion, Conversation)
+    assert trained(PHI3, completion, train_on) == expected
     other = {"role": "assistant", "content": "C"}
     pair = Fields().document({"prompt": before, "chosen": [answer], "rejected": [other]}, "preference", "here")
     assert isinstance(pair, Preference)
