@@ -63,7 +63,7 @@ def merged(parts: Sequence[Plain]) -> Plain:
             earlier = scalars.setdefault(name, values)
             if earlier.keys() != values.keys() or any(bool(earlier[k] != values[k]) for k in earlier):
                 raise ValueError(
-                    f"the optimizer state of {name} is {values} on rank {rank}, but {earlier} on an earlier rank: make"
+                    f"the optimizer state of {name} is {values} on rank {rank}, but {earlier} on an earlier rank: run"
                     " the same optimizer steps on all ranks"
                 )
     return Plain(parts[0].groups, parts[0].hyperparameters, scalars)
@@ -87,8 +87,8 @@ def check_groups(what: str, home: HomeState, optimizer: torch.optim.Optimizer, p
         moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
             f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer has"
-            f" {len(groups)}; the groups differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer"
-            " with the saved groups"
+            f" {len(groups)}; parameters in different groups: {sorted({name for name, _ in moved})[:3]}: build the"
+            " optimizer with the saved groups"
         )
     for saved in plain.hyperparameters if isinstance(optimizer, AdamW) else ():
         refuse_amsgrad(saved)

@@ -231,7 +231,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Read a fetch as a 1-D CPU tensor of bytes; if the piece is unreadable, record the piece."""
+        """Return a fetch's bytes as a 1-D CPU tensor; if the piece is unreadable, record the piece."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:

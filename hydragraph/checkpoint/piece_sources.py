@@ -1,10 +1,10 @@
 """Choice of the rank that reads each checkpoint piece for a node, and of the place to read from.
 
-    nearest place         reader                                         one read per
-    memory of the node    a rank that has the piece                      rank that has and needs it, or else node
-    disk of the node      a rank of the node that needs it               node
-    another node          a rank of that node, from memory before disk   node that needs it
-    only the store        a rank that needs it                           node
+    nearest place         readers of a piece, for each node that needs it
+    memory of the node    each rank that has and needs it; for other ranks, one rank that has it
+    disk of the node      one rank of the node that needs it
+    another node          one rank of that node, from memory before disk
+    only the store        one rank of the node that needs it
 
 The reader sends the piece to the node's other ranks that need it. Among equally near readers, the rank with the least
 to read is chosen.

@@ -185,7 +185,7 @@ class Pieces:
     Args:
         disk: a directory shared by this node's ranks.
         store: a path or fsspec URL ("s3://bucket/run") for all nodes.
-        keep: number of newest checkpoints to keep, at least one of which is complete.
+        keep: number of newest checkpoints to keep, always including a complete one.
         run: name of this run, in lower-case letters and digits. Pieces of other runs are not read, and are eventually
             deleted. If empty, the pieces of all runs are read.
     """
