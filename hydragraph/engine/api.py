@@ -110,8 +110,8 @@ def capture(
     For the other arguments, see `hydragraph.frontend.capture.capture`.
 
     Args:
-        check: "auto" compares one block or more of each structure: loss and gradients of the captured graph on packed
-            sequences with those of the model on single sequences. "full" compares all blocks; "off" skips the check.
+        check: "auto" checks at least one block of each structure: on packed sequences, the captured graph must have the
+            loss and gradients of the model on single sequences. "full" checks all blocks, "off" none.
         compiled: folder, written by `hydragraph compile`, from which to read the program.
 
     Raises:
@@ -163,7 +163,8 @@ def compile(
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training). Tensors are this rank's shards, or empty. `move` and a check of groups call it again.
+            None (no training). Tensors are this rank's shards, or empty. `move` calls the function again; a check
+            calls it with full shapes.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
@@ -179,7 +180,7 @@ def compile(
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
+        joining: whether this rank joins running ranks later (`move`). Pass their arguments, but a meta model.
         deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
         window: maximum bytes in flight, counted in fp32, separately for gradients and weights; default: twice the
             largest block (once if a stage streams).

@@ -66,8 +66,8 @@ def candidates_of(
     """Return the checked strategies to choose from.
 
     Args:
-        given: one strategy, several strategies, or "auto", which searches for strategies that suit the data, with
-            `hg.plan` if devices differ.
+        given: one strategy, several strategies, or "auto", which searches for strategies that suit the data (with
+            `hg.plan` if devices differ).
         batches: sequence lengths of sample mini-batches; required by "auto".
         home: owners of the state, for "auto"; None means equal shares.
 
@@ -175,7 +175,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best single strategy for the sample, then strategies that save time if each step chooses one."""
+    """Return the best single strategy for the sample, then strategies that are faster for some mini-batches."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -214,7 +214,7 @@ def planned_for(
         raise Unsupported(
             'strategy="auto" needs tokens, but the mini-batches of lengths= have none',
             where="compile",
-            remedy="pass lengths= of mini-batches with tokens",
+            remedy="pass lengths= with a nonempty mini-batch",
         )
     return plan(costs.changed(home=home), Workload(lengths=sample), schedules=schedules, streaming=streaming)
 
@@ -272,7 +272,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the candidates' costs for the planner, which are rough without a profile."""
+    """Return the planner's input, with the candidates' costs (rough without a profile)."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)

@@ -42,7 +42,7 @@ class CollectiveCalls:
         if self._closed:
             raise ValueError(f"{what}: this executable is closed; call {what} before close(), or compile again")
         if self._promised is not None and what != "step":
-            raise ValueError(f"{what}: the ranks have agreed on the promised step; call `step` first")
+            raise ValueError(f"{what}: the ranks agreed on the step given to `promise`; call `step` first")
         if self._restricted is not None and what not in self._restricted.calls:
             raise ValueError(f"{what}: {self._restricted.why}")
 

@@ -172,7 +172,7 @@ class Executable(Membership):
             self.planning = replace(self.planning, lengths=self.planning.lengths or lengths)
 
     def measure(self, world: World, seats: Sequence[int]) -> None:
-        """Measure all devices, because all measurements are lost; all ranks must call this."""
+        """Measure all devices after all measurements were lost; all ranks must call this."""
         planning = plan_automatically(self._subject, world, self.planning, preplanned=False)
         self._first_profile, self.measured_seats, self._measures = planning.profile, tuple(seats), True
         self.planning = replace(self.planning, lengths=planning.lengths)

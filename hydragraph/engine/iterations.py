@@ -126,7 +126,7 @@ class IterationRunner(CollectiveCalls):
     def _run(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
     ) -> RanIteration:
-        """Run one iteration; mark errors that all ranks raise together as `agreed`, so they are not rank failures."""
+        """Run one iteration; mark errors that all ranks raise together as `agreed`, not as rank failures."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)

@@ -161,7 +161,7 @@ class Membership(IterationRunner):
         return self._compiled.may_stream
 
     def leave(self) -> None:
-        """Close the communicators but keep the state, before the ranks connect again.
+        """Close the communicators but keep the state, so that ranks can connect again.
 
         This call waits only for a save that is being written and, during a handover, for the other ranks. Call `leave`
         before destroying the process group.

@@ -115,7 +115,7 @@ def meet_again(
     pieces: Pieces | None = None,
     set_aside: Callable[[Path], bool] | None = None,
 ) -> Survived:
-    """Recover as `survive` does, but also return if too few ranks are left.
+    """Recover as `survive` does, but if too few ranks are left, return instead of raising.
 
     Args:
         newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the

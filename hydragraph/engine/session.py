@@ -113,7 +113,7 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return the inputs of `compare` as integers to send at a commit, for `RanksCompared.of`.
+        """Return the inputs of `compare` as integers, sent at a commit and read by `RanksCompared.of`.
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.

@@ -1,4 +1,4 @@
-"""Comparison of losses and gradients with the unmodified model in plain PyTorch.
+"""Comparison of losses and gradients with those of the unmodified model in plain PyTorch.
 
 The reference runs one sequence at a time, and shares no code with the system under test, except for the random numbers
 of dropout (`Masks`).

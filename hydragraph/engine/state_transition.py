@@ -4,7 +4,7 @@ current      arriving         meaning
 none         none             a rank that was compiled to join others
 A            none             the rank trains with A
 A            B, incomplete    a move or a handover during a step fills B; a failure discards B
-A            B, complete      the rank switches to B; after a failure, the next meeting chooses A or B
+A            B, complete      the rank switches to B; after a failure, the ranks agree on A or B
 B            none             the rank trains with B
 """
 
@@ -36,7 +36,7 @@ class Holding:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0  # generation of the arriving session
-        self._called: tuple[int, ...] = ()  # this process's ranks in meetings since the last switch
+        self._called: tuple[int, ...] = ()  # this process's rank numbers since the last switch
 
     @property
     def session(self) -> Session:
@@ -60,7 +60,7 @@ class Holding:
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
-        """Return the states that this process reports to a meeting as rank `rank`, or None if it has none."""
+        """Return the states that this process offers as rank `rank`, or None if it has none."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None

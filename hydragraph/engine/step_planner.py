@@ -76,7 +76,7 @@ class IterationPlanner:
         return replace(self._latest[1], hidden_s=0.0, exposed_s=time.perf_counter() - began)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
-        # With a static candidate, planning processes know no other.
+        # Planning processes know only the static candidate, if any.
         if not self._static_takes(key):
             if self._service is not None:
                 self._service.take(key, 0.0)  # discards a plan announced before a change

@@ -37,7 +37,7 @@ class Past:
         return replace(self, eras=(Era(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return earlier strategies, renumbered for ranks in these seats; other seats get higher numbers.
+        """Return earlier strategies, with seats renumbered by position in `seats`; other seats get higher numbers.
 
         Strategies that ran on the same seats come first, then the others, most recent first.
         """

@@ -31,7 +31,7 @@ from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
-# Plausible range of each field, and its unit; a value outside the range is in another unit.
+# Plausible range of each field, and its unit; values outside the range are assumed to be in another unit.
 _UNITS = {
     "flops_per_s": (1e7, math.inf, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, math.inf, "bytes, such as 80e9"),
@@ -404,7 +404,7 @@ class Cluster:
             if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
                 flat = from_record(_Devices, data, name="cluster")
                 return cls(flat.devices, flat.within_node, flat.between_nodes)
-            if isinstance(types := data.get("types"), dict):  # an empty entry of a built-in type means its datasheet
+            if isinstance(types := data.get("types"), dict):  # an empty built-in type stands for its datasheet
                 data = {**data, "types": {name: sheet for name, sheet in types.items() if sheet or name not in KNOWN}}
             nodes = from_record(_Nodes, data, name="cluster")
             _check_units("", data)

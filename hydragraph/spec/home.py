@@ -23,7 +23,7 @@ class Home:
 
     Attributes:
         shares: each rank's relative share of every bucket (0: the rank owns no state); None means equal shares.
-        copies: 1 or 2. With 2, a second owner on another node also updates each element; `shares` count both copies.
+        copies: 1 or 2. With 2, a second owner on another node also updates each element; `shares` cover both copies.
         buckets: bucket name -> shares by rank, instead of `shares`. A bucket is the trainable or the frozen part of a
             block, or a tied parameter.
         nodes: node of each rank, to place second owners. None: one node per host or, on a single host, per rank.

@@ -75,6 +75,6 @@ def sheet_of(gpu: str) -> Datasheet | None:
     words = set(gpu.lower().replace("-", " ").split())
     if words & _VARIANTS:
         return None
-    # Drivers do not write "SXM" as a word. Of several matches, the one with most words is the most specific.
+    # Drivers do not write "SXM" as a word. The match with most words is the most specific.
     matches = [name for name in KNOWN if set(name.split("-")) - {"sxm"} <= words]
     return KNOWN[max(matches, key=lambda name: len(words & set(name.split("-"))))] if matches else None

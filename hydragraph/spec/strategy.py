@@ -32,9 +32,9 @@ class Place:
 class Strategy:
     """Pipelines that each hold the whole model and divide a mini-batch; ranks in no pipeline are idle.
 
-    Pipelines may share a stage if its devices (in order), layers and flags are equal in all. It stores weights and
-    gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both
-    pipelines.
+    Pipelines may share a stage if its devices (in order), layers and flags are equal in all. A shared stage stores
+    weights and gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>`, ranks 4 and 5 run the second half of the model
+    for both pipelines.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages).
 
@@ -116,7 +116,7 @@ class Strategy:
         first_of: dict[int, int] = {}
         for i, pipeline in enumerate(self.pipelines):
             for stage in pipeline.stages:
-                # Two stages have equal devices or none in common.
+                # Two stages have either equal devices or no common device.
                 one = groups[i]
                 other = groups[first_of.setdefault(stage.devices[0], i)]
                 if one is not other:

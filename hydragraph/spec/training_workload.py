@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens; T and Q are mean sums over a mini-batch of lengths and squared lengths."""
+        """T^2 / Q sequences of Q / T tokens: T (Q) is the sum of (squared) lengths in an average mini-batch."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

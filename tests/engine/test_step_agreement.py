@@ -112,7 +112,7 @@ def refusals(ready: Ready) -> list[float]:
     exe.promise(coming)
     step(batch(2))
     for other in (lambda: exe.evaluate(batch(0)), exe.full_state_dict, lambda: exe.gradients(coming)):
-        with pytest.raises(ValueError, match="the ranks have agreed on the promised step; call `step` first"):
+        with pytest.raises(ValueError, match="the ranks agreed on the step given to `promise`; call `step` first"):
             other()
     step(coming)
     exe.evaluate(batch(0))
