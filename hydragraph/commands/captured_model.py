@@ -42,7 +42,7 @@ def program_of(config: TrainConfig, model: nn.Module) -> Program:
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
-    """Return a config's model on the meta device, its traced program, and a compiler of the same graphs as in a run.
+    """Return a config's model on the meta device, its traced program, and a compiler of the graphs that a run uses.
 
     Raises:
         Unsupported: the model cannot be captured.

@@ -40,7 +40,7 @@ class CompareOptions(CommonOptions):
 def compare_command(options: CompareOptions) -> None:
     """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
 
-    Each second of a rank counts as one kind. If a rank waits for a message, the time until the message is sent counts
+    A rank's time is divided among the kinds. If a rank waits for a message, the time until the message is sent counts
     as waiting for ranks, and the rest as transfer. The first step of each strategy is excluded, because it includes
     compilation. --profile and --cluster default to the config's plan.profile and plan.cluster. Without a cluster, the
     devices are those of the profile; without both, they are H200s.

@@ -208,7 +208,7 @@ def chosen_strategies(
         ranks: replace "auto" in a config by data parallelism over this number of ranks; None: reject "auto".
 
     Raises:
-        ValueError: the strategies are "auto", and `ranks` does not replace it.
+        ValueError: the strategies are "auto", and `ranks` is None or `named` is given.
     """
     texts = tuple(named or configured)
     if "auto" not in texts:

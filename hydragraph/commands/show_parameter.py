@@ -83,7 +83,7 @@ def _stage(stage: PlacedStage, parameter: Parameter, itemsize: int, rank: int | 
         index = stage.ranks.index(rank)
         pieces = " and ".join(f"[{lo:,}, {hi:,})" for lo, hi in parameter.intervals(degree, index))
         size = bytes_text(math.prod(shapes[index]) * itemsize)
-        yield f"  {where}: rank {rank} is {index} of {degree}: {list(shapes[index])}, elements {pieces}, {size}"
+        yield f"  {where}: rank {rank} has part {index} of {degree}: {list(shapes[index])}, elements {pieces}, {size}"
         return
     members = zip(stage.ranks, shapes, strict=True)
     parts = [(list(shape), [r for r, _ in group]) for shape, group in groupby(members, key=lambda row: row[1])]

@@ -172,7 +172,7 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Return the config; set an unset `elastic.min_ranks` to 1 if the run measures devices and starts its own ranks."""
+    """Return the config, with `elastic.min_ranks` 1 if it was unset and the run measures devices and starts ranks."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config

@@ -15,7 +15,7 @@ from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
 # Minimum ratio of the stored and the current speed (slower to faster) to reuse a profile if all devices have one type.
-# An equal slowdown of all devices does not change the best plan.
+# A uniform slowdown does not change the best plan.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)

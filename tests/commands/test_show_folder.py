@@ -159,7 +159,7 @@ def test_who_holds_a_parameter(folder: Path) -> None:
     assert ends[3] == "4,800"
     assert lines[-1] == "  pipeline 0, stage 0: ranks 0-1 [150, 16] each"
     one = shown(folder, "--parameter", "model.embed_tokens.weight", "--strategy", "2", "--rank", "1")
-    assert "rank 1 is 1 of 2: [150, 16], elements [2,400, 4,800), 9.6 kB" in one
+    assert "rank 1 has part 1 of 2: [150, 16], elements [2,400, 4,800), 9.6 kB" in one
     assert "this rank does not use the parameter" in shown(
         folder, "--parameter", NORM, "--strategy", "2", "--rank", "0"
     )

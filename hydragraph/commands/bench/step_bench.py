@@ -209,8 +209,8 @@ def _report(
     title = f"Step of one rank, {size} parameters, {settings.tokens:,} tokens, on {ceilings.device}"
     share = 100 * sum(linked) / sides[OURS].seconds
     said = (
-        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}. Its FLOPs include only "
-        "the unmasked half of attention, and no recomputation (training_flops).",
+        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}, and counts only the "
+        "unmasked half of attention, without recomputation (training_flops).",
         f"Sequence lengths are {settings.shortest} to {settings.longest}, drawn again in every round. Times are "
         f"medians of {settings.rounds} rounds in which all sides run in turn. tokens/s does not count padding.",
         _precision(settings),
