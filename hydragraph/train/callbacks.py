@@ -36,7 +36,7 @@ class Callbacks:
 
     @contextmanager
     def started(self, config: TrainConfig) -> Iterator[None]:
-        """Call on_start, and on_end after the `with` block if on_start succeeded; block errors take precedence."""
+        """Call on_start and, if it succeeds, on_end after the block; errors of the block hide those of on_end."""
         with ExitStack() as ends:
             for callback in self._objects:
                 _call(callback, "on_start", config)

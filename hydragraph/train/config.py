@@ -273,7 +273,7 @@ class DataConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An elementwise optimizer of torch.optim, and its settings; None: the optimizer's default.
+    """An elementwise optimizer of torch.optim, and its settings (None: the optimizer's default).
 
     Attributes:
         name: name of the optimizer class, such as AdamW or SGD.
@@ -482,11 +482,11 @@ class TrainConfig:
         seed: random seed for the weights of a new model, the order of the data, and dropout.
         evaluate_every: evaluate on the held-out documents and on `data.evaluation` after every `evaluate_every` steps,
             and after the last step; 0: never.
-        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data; the last
-            is at the end.
+        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data, including
+            one at its end.
         evaluate_batches: maximum number of mini-batches, of `data.tokens_per_step` tokens, to evaluate on each corpus.
-        checkpoint_every: steps between checkpoints; 0: none. The run also saves after the last step, with
-            `keep_best` at each new lowest loss, and before the first step if it survives lost ranks or saves pieces.
+        checkpoint_every: steps between checkpoints; 0: none. The run also saves after the last step; with `keep_best`,
+            at each new lowest loss; and before the first step, if it survives lost ranks or saves pieces.
         checkpoint_per_epoch: instead of `checkpoint_every`, the number of checkpoints in each pass over the data.
         keep: number of newest checkpoints to keep.
         keep_best: also keep the checkpoint with the lowest loss on the held-out documents (if there are none, on the

@@ -47,8 +47,8 @@ def _short(value: object) -> str:
 def overridden(config: Config, given: Any, texts: Sequence[str]) -> Config:
     """Return the config with every "section.field=value" applied; values are YAML.
 
-    They are set in `given`, the mapping that was read, so that derived settings are computed again. The two fields of
-    a pair in `_PAIRS` exclude each other: an override of one removes the other.
+    Overrides are set in `given`, the mapping that was read, so that derived settings are computed again. An override of
+    one field of a pair in `_PAIRS` removes the other field.
     """
     data = dict(given)
     names = {text.partition("=")[0].strip() for text in texts}

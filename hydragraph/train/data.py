@@ -158,7 +158,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """Create the tokenizer and the token files of a run unless they are cached; return their directory.
 
-    If the preparation is interrupted, the next call continues it.
+    The next call continues an interrupted preparation.
 
     Raises:
         ValueError: the corpus or the tokenizer is unusable.

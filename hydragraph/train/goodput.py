@@ -23,7 +23,7 @@ class WallTime:
     """A run's wall time and its parts, whose sum is `seconds`.
 
     Attributes:
-        seconds: time from the end of the first step to the end of the last step, without the time between sessions.
+        seconds: time from the end of the first step to that of the last, without the time between sessions.
         rate: tokens per second in undisturbed steps; 0: unknown.
         lost_s: time for repeated work and for the detection of failures.
         slower_s: extra time compared with undisturbed steps; negative if the steps were faster.

@@ -91,7 +91,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder and write the resolved config; return the result of `check`.
 
-        Checkpoints after `step`, if it is given, are renamed, so that they are ignored.
+        If `step` is given, later checkpoints are renamed and then ignored.
         """
         last = self.check(config, how, step)
         if how == "overwrite":
@@ -195,7 +195,7 @@ class RunFolder:
 
         Args:
             how, step: returned if the run had not begun.
-            before: `began` before the run.
+            before: value of `began` before the run.
         """
         if self.began in (0.0, before):
             return how, step

@@ -199,7 +199,7 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
             yield RunEvent(step, "fault", survived.lost, 0.0, survived.why)
         if survived.left:
             yield RunEvent(
-                step, "leave", survived.left, 0.0, f"asked to end, these ranks handed over their state: {survived.why}"
+                step, "leave", survived.left, 0.0, f"these ranks handed over their state before ending: {survived.why}"
             )
         if survived.joined:
             yield RunEvent(step, "join", survived.joined, 0.0, f"the run had {before} ranks and now has {now}")
@@ -232,7 +232,7 @@ def resumed(
     """Return the "resumed" event of a continued run.
 
     Args:
-        undone: last step before the return to a checkpoint.
+        undone: last step before ranks returned to a checkpoint.
     """
     survived, _ = told[-1]
     step = survived.step

@@ -1,1 +1,1 @@
-"""Fault injection for `hydragraph chaos`, tests and benchmarks, which kill, stop and slow processes of a run."""
+"""Fault injection, which kills, stops and slows processes of a run, for `hydragraph chaos`, tests and benchmarks."""

@@ -15,7 +15,7 @@ class Learned(NamedTuple):
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether `planned` replaces a measured rate, which must be roughly between `known` and `planned`."""
+        """Return whether plans assume `planned` at a measured rate: if it is roughly from `known` to `planned`."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
