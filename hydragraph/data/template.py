@@ -240,7 +240,7 @@ class _Written:
 
     def turn(self, i: int) -> Span:
         """Return the span of message `i` that the model generates: the content and end token."""
-        before = self._text(self._messages[:i], prompt=True)
+        before = self._before(i)
         last = i == len(self._messages) - 1
         after = self.text if last else self._text(self._messages[: i + 1])
         span = (len(before), len(after))
@@ -252,6 +252,14 @@ class _Written:
             if region is None or not (span[0] <= region[0] and region[1] <= span[1]):
                 raise self._untold(i)
         return span
+
+    def _before(self, i: int) -> str:
+        try:
+            return self._text(self._messages[:i], prompt=True)
+        except ValueError:  # many templates read messages[0]
+            if i or (content := self._region(self._messages, 0)) is None:
+                raise
+            return self.text[: content[0]]
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
         """Return the span as `turn` does, for templates that render the last turn differently."""

@@ -191,6 +191,12 @@ def test_first_messages_of_weight_0_are_left_out_with_their_headers() -> None:
         trained(PHI3, chat({"role": "user", "content": "Q", "weight": 0}), "all")
 
 
+def test_the_first_message_may_be_the_assistants() -> None:
+    template = "{% if messages[0].role == 'system' %}{{ '!' }}{% endif %}" + PHI3
+    expected = "<|assistant|>\n[[A<|end|>\n]]<|user|>\nQ<|end|>\n<|assistant|>\n[[B<|end|>\n<eos>]]"
+    assert trained(template, chat(("assistant", "A"), ("user", "Q"), ("assistant", "B"))) == expected
+
+
 def test_a_message_that_the_template_leaves_out_is_told() -> None:
     silent = EACH + "{% if m.role != 'system' %}" + START + "{{ m.content }}" + END + "{% endif %}{% endfor %}" + PROMPT
     with pytest.raises(ValueError, match=r"here: the chat template leaves out the content of messages\[0\] \(system\)"):
