@@ -156,7 +156,7 @@ def compile(
 ) -> Executable:
     """Compile a model for training; all ranks must call this function with the same arguments.
 
-    The call joins the launcher's process group, uses an existing group, or runs as a single process.
+    It joins the launcher's process group, uses an existing one, or runs as a single process.
 
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
@@ -168,21 +168,19 @@ def compile(
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
         loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
-        example, blocks: see `capture`.
         profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, strategy "auto" measures costs.
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
         program: result of `capture` for an equal model. Pass `example` and `loss` only to `capture`.
-        check: see `capture`; each strategy is also checked before its first step.
+        example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
         joining: whether this rank joins running ranks later (`move`). Pass their arguments, but a meta model.
         deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum bytes in flight, counted in fp32, separately for gradients and weights; default: twice the
-            largest block (once if a stage streams).
+        window: maximum fp32 bytes in flight, of gradients and of weights; default: 2 largest blocks (1 if streaming).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 

@@ -247,7 +247,7 @@ def refuse_unsupported(model: nn.Module, loss: object = None) -> None:
     where = type(model).__name__
     if is_huggingface(model):
         _refuse_additional_losses(base_model(model))
-        if loss is None and "_loss_function" in vars(base_model(model)):
+        if loss is None and hasattr(base_model(model), "_loss_function"):
             what = "its loss_function was replaced, but without loss= training uses the cross-entropy of its labels"
             raise Unsupported(what, where=where, remedy="pass the loss to hydragraph as loss=")
         _refuse_own_attention(model)

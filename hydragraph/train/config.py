@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import checked_record, flow_yaml, from_record, load_yaml, parse_yaml
 from hydragraph.train.coming_from import remedies
-from hydragraph.train.config_overrides import overridden, plain
+from hydragraph.train.config_overrides import overridden, underived
 from hydragraph.train.field_checks import (
     CheckedFields,
     Count,
@@ -694,13 +694,6 @@ class TrainConfig:
         return replace(self.plan, choose=False) if self.automatic and self.plan.cluster is None else self.plan
 
     def save(self, path: str | Path) -> None:
-        """Write every field, defaults included, as YAML; `load` derives settings again, so that overrides apply."""
-        data = plain(asdict(self))
-        data["plan"] = plain(asdict(self.given_plan))
-        if self.elastic.copies > 1:
-            data["home"]["copies"] = 1
-        if self.objective is not None:
-            for source in (data["data"], *data["data"]["mixture"], *data["data"]["evaluation"].values()):
-                source["format"] = "auto"
-        text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+        """Write every field, defaults included, as YAML for `load`."""
+        text = yaml.safe_dump(underived(self), sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)

@@ -32,6 +32,18 @@ def differences(before: Config, after: Config) -> list[str]:
     return [f"{n} {_short(old.get(n))} -> {_short(new.get(n))}" for n in names if old.get(n) != new.get(n)]
 
 
+def underived(config: Any) -> dict[str, Any]:
+    """Return a training config's fields; those that loading derives have their defaults, so that overrides apply."""
+    data: dict[str, Any] = plain(asdict(config))
+    data["plan"] = plain(asdict(config.given_plan))
+    if config.elastic.copies > 1:
+        data["home"]["copies"] = 1
+    if config.objective is not None:
+        for source in (data["data"], *data["data"]["mixture"], *data["data"]["evaluation"].values()):
+            source["format"] = "auto"
+    return data
+
+
 def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, item in value.items():
