@@ -90,7 +90,7 @@ def is_whole(path: Path) -> bool:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check hashes of files, which the ranks `sharing` this copy divide; if one differs, all ranks raise Damaged."""
+    """Check hashes, divided among the ranks `sharing` this copy; if a file has changed, all ranks raise Damaged."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -297,7 +297,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations; common first messages get weight 0, but not a last message."""
+    """Yield both conversations; their common first messages, except last messages, get weight 0."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):

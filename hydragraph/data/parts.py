@@ -32,7 +32,7 @@ class EncodedParts:
     def encoded(
         self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Encode the documents that no part contains; after each new part, yield the number in all parts.
+        """Encode the documents that no part contains; after each new part, yield the total number encoded.
 
         Args:
             documents: the whole corpus, always in the same order.

@@ -233,7 +233,7 @@ class Executable(Membership):
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return each sequence's summed log-probability of targets given the preceding tokens, without changing state.
+        """Return the log-probability of each sequence, summed over its targets, without changing state.
 
         Args:
             sequences: as for `step`, without fields that only the loss reads. Labels of -100 are ignored.

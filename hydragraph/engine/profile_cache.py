@@ -14,7 +14,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Minimum ratio of the stored and the current speed (slower to faster) to reuse a profile if all devices have one type.
+# With one type of device, reuse a profile if the stored and the current speed have at least this ratio (slower/faster).
 # A uniform slowdown does not change the best plan.
 ALONE = 0.5
 

@@ -262,7 +262,7 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
 
 
 def seats_of_fewer(world: World) -> Sequence[int]:
-    """Return the ranks' seats (initial ranks) if fewer ranks have started than the launch asked for, or ()."""
+    """Return the ranks' seats (initial ranks) if fewer ranks started than the launch asked for, else ()."""
     member = here()
     return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
 
@@ -335,7 +335,7 @@ def costs_for(
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:
-    """Derive a home for ranks in these seats from the home for all seats.
+    """Derive a home for ranks in these seats (initial ranks) from the home for all seats.
 
     Args:
         wanted: home with shares by seat; ranks in other seats get the average share.

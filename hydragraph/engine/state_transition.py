@@ -28,7 +28,7 @@ class Holding:
     """A rank's current and arriving session."""
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Start without a session; `start` returns initial weights, unused if weights are loaded first."""
+        """Start without a session; `start` returns initial weights, and is called unless weights are loaded first."""
         self.held: Session | None = None
         self.handover: Handover | None = None
         self.generation = 0

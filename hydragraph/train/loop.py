@@ -142,7 +142,7 @@ class _RunInputs:
 
     Attributes:
         config: the config, with `epochs` converted to `steps`.
-        reference: scores of answers under the model before training, which may be incomplete; None: not needed.
+        reference: scores of answers under the model before training, possibly incomplete; None: not needed.
     """
 
     config: TrainConfig

@@ -87,7 +87,7 @@ def rehoming(
         running: the current home; `nodes` must be set if there are copies.
         given: the user's home, which is restored without a slow rank, even if the move does not pay off.
         buckets: buckets of the state. Without `question`, all buckets have the same shares in the new home.
-        question: if given, the home from `choose_home` is also a candidate, and the time of exchanges counts.
+        question: if given, the home from `choose_home` is also a candidate, and times include exchanges of state.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
@@ -215,7 +215,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
     """Yield the home after each stage of a move; in a stage, a rank receives one bucket, or at most `elements`.
 
-    If copies or nodes differ, the move has a single stage.
+    If `old` and `new` differ in copies or nodes, the move has a single stage.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new

@@ -15,7 +15,7 @@ class Learned(NamedTuple):
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether plans assume `planned` at a measured rate: if it is roughly from `known` to `planned`."""
+        """Return whether `planned` still applies: the measured rate is roughly between `known` and `planned`."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
