@@ -247,8 +247,6 @@ class Fields:
             return Preference(*pair)
         system = "".join(f"{message['content']}\n\n" for message in self._system(record))
         plain = [Completion(system + prompt, text) for text in (chosen, rejected)]
-        if not system:
-            return Preference(*plain)
         both = zip(pair, plain, strict=True)
         return Preference(*(AlpacaRecord(c.messages, c.tools, c.arguments, text) for c, text in both))
 

@@ -184,7 +184,11 @@ def untrained(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 @pytest.mark.parametrize(
     ("record", "chosen", "rejected"),
     [
-        ({"prompt": "Q ", "chosen": "A", "rejected": "B"}, Completion("Q ", "A"), Completion("Q ", "B")),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": "B"},
+            AlpacaRecord((*untrained(USER), YES), (), {}, Completion("Q", "A")),
+            AlpacaRecord((*untrained(USER), NO), (), {}, Completion("Q", "B")),
+        ),
         (
             {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: yet no"},
             Completion("\n\nHuman: hi\n\nAssistant:", " yes"),
@@ -272,6 +276,6 @@ def test_other_names_of_answers() -> None:
     fields = Fields(format="preference", prompt="question", chosen="good", rejected="bad")
     assert fields.format_of(["question", "good", "bad"], "f") == "preference"
     pair = fields.document({"question": "Q", "good": "A", "bad": "B"}, "preference", "f:1")
-    assert pair == Preference(Completion("Q", "A"), Completion("Q", "B"))
+    assert pair == PLAIN.document({"prompt": "Q", "chosen": "A", "rejected": "B"}, "preference", "f:1")
     with pytest.raises(ValueError, match="no field 'bad': set rejected_field to one of"):
         fields.format_of(["question", "good"], "f")
