@@ -98,7 +98,10 @@ class DocumentEncoder:
 
     def _completion(self, pair: Completion) -> Encoded:
         prompt = self._begun(pair.prompt)
-        answer = self._ids(pair.completion)
+        text = pair.completion
+        # Many tokenizers add a space before a text, so the completion is encoded after other text.
+        answer = _rest(self._begun(pair.prompt + text), prompt) or _rest(self._ids("\n" + text), self._ids("\n"))
+        answer = answer or self._ids(text)
         if answer[-1:] != [self.end]:
             answer = [*answer, self.end]
         return Encoded([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
@@ -129,6 +132,10 @@ class DocumentEncoder:
             if self.tokenizer.decode([token]).strip():
                 return False
         return False
+
+
+def _rest(ids: list[int], first: list[int]) -> list[int]:
+    return ids[len(first) :] if ids[: len(first)] == first else []
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer, models, normalizers, processors
 
 from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.chat import chatml as chatml_for
@@ -195,6 +195,15 @@ def test_the_token_that_begins_is_not_doubled() -> None:
         pair = DocumentEncoder(tokenizer, END).encode(Completion(prompt, " there"), "here")
         assert pair.ids == [begin, *ids("hello"), *ids(" there"), END]
         assert pair.targets == [False] * (1 + len(ids("hello"))) + [True] * (len(ids(" there")) + 1)
+
+
+def test_completions_get_no_space_from_tokenizers_that_add_one_before_texts() -> None:
+    tokenizer = Tokenizer(models.BPE({"▁": 0, "a": 1, ":": 2, "b": 3, "▁b": 4, "\n": 5, "</s>": 6}, [("▁", "b")]))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    for prompt, completion, answer in (("a:", " b", [4]), ("a:", "b", [3]), ("a: ", "b", [3])):
+        pair = DocumentEncoder(tokenizer, 6).encode(Completion(prompt, completion), "here")
+        before = [0, 1, 2, 0][: len(prompt) + 1]
+        assert (pair.ids, pair.targets) == ([*before, *answer, 6], [False] * len(before) + [True, True])
 
 
 def test_a_completion_that_ends_itself_is_not_ended_twice() -> None:
