@@ -74,6 +74,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         if survived.restored is not None and own_settings is not None:
             set_hyperparameters(executor, own_settings)  # from the config, not from the checkpoint
         run = replace(run, peak_flops_per_s=peak_of(config, world))
+        trace_anew(run)
         if world.rank == 0:
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:
@@ -95,6 +96,13 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         if not survived.ending and _unsaved(run, state):
             checkpoint(run, state)
     return run, survived.ending
+
+
+def trace_anew(run: Run) -> None:
+    """If the run is traced, trace the next steps on all ranks instead."""
+    if any(run.world.gather(run.executor.spans is not None)):
+        run.executor.spans = []
+        run.traced.clear()
 
 
 def _known_rates(run: Run, state: TrainState) -> dict[int, float]:

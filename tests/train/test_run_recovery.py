@@ -31,6 +31,7 @@ from hydragraph.train.run_recovery import (
     paused,
     ranks_before,
     resumed,
+    trace_anew,
 )
 from hydragraph.train.run_saving import forget_unsaved
 from hydragraph.train.step_metrics import Metrics, read_metrics
@@ -121,7 +122,7 @@ def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay_and_settings_those
     world = apart("cpu")
     nothing: Any = None
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], weight_decay=0.3)
-    executor: Any = SimpleNamespace(world=world, optimizer=optimizer)
+    executor: Any = SimpleNamespace(world=world, optimizer=optimizer, spans=None)
     run = Run(given, world, begun(given, tmp_path), executor, (), {}, peak_flops_per_s=2e12)
     state = TrainState(
         Watched(), batches := mini_batches(given, open_tokens(given, prepare(given))), nothing, nothing, 3, 0, {}
@@ -141,6 +142,20 @@ def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay_and_settings_those
         continued, _ = go_on(run, state, None, owned)
     assert continued.peak_flops_per_s == 1e12
     assert optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
+@pytest.mark.parametrize(("others", "now"), [(True, []), (False, None)])
+def test_a_rank_that_joins_a_traced_run_traces_the_same_steps_as_the_others(
+    tmp_path: Path, others: bool, now: object
+) -> None:
+    """The trace begins anew, because its earlier steps had other ranks."""
+    nothing: Any = None
+    world: Any = SimpleNamespace(gather=lambda traces: [traces, others])
+    executor: Any = SimpleNamespace(spans=None)
+    run = Run(config(tmp_path), world, nothing, executor, (), {}, traced=[nothing])
+    trace_anew(run)
+    assert executor.spans == now
+    assert len(run.traced) == (0 if others else 1)
 
 
 def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Path) -> None:
