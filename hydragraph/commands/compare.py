@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,10 +70,12 @@ def run_costs(
 ) -> Costs:
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.datasheet import datasheet
+    from hydragraph.engine.recovery import home_for
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.train.plan_input import read_profile
 
+    config = replace(config, home=home_for(config.home, range(ranks)))
     named = profile or config.plan.profile
     listed = cluster or config.plan.cluster
     where = None if listed is None else Cluster.load(listed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -126,5 +127,11 @@ def _of_run(options: ReportOptions) -> ReportContents:
         return run_report(name, metrics, None, events)
     trace = read_trace(folder.trace)
     config = TrainConfig.load(folder.config)
-    costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
-    return run_report(name, metrics, (costs, trace), events)
+    try:
+        costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
+        return run_report(name, metrics, (costs, trace), events)
+    except ValueError as error:
+        if any(getattr(options, option) is not None for option in _PRICED):
+            raise
+        print(f"the report omits the trace, which cannot be simulated: {error}", file=sys.stderr)
+        return run_report(name, metrics, None, events)

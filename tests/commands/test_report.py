@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from tests.commands.tiny import run, write
+from hydragraph.spec.default_cluster import default_cluster
+from tests.commands.tiny import LOPSIDED, run, write
 from tests.report.made import plan_record
 
 
@@ -38,6 +39,35 @@ def test_a_run_with_its_trace(trained: tuple[Path, Result], tmp_path: Path) -> N
     assert "train with --trace" in (tmp_path / "report.html").read_text()
     refused = run("report", tmp_path, "--profile", "profile.json")
     assert "is for a traced run, and this run has no trace" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "shows", "note"),
+    [
+        ({"home": "1,1,1", "ranks": 3}, "Predicted and measured", ""),
+        ({"plan": {"choose": True, "cluster": "one.yaml"}}, "no trace", "the trace, which cannot be simulated: "),
+    ],
+    ids=["home", "cluster"],
+)
+def test_a_trace_of_other_ranks_than_the_config_names(
+    trained: tuple[Path, Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    shows: str,
+    note: str,
+) -> None:
+    """Ranks may be lost or join before the traced steps."""
+    monkeypatch.chdir(tmp_path)
+    source, _ = trained
+    for name in ("trace.json", "metrics.jsonl"):
+        shutil.copy(source / "run" / name, tmp_path / name)
+    default_cluster(1).save(tmp_path / "one.yaml")
+    write(tmp_path, **{"ranks": 2, "strategies": LOPSIDED, **changes})
+    told = run("report", tmp_path)
+    assert told.exit_code == 0, told.output
+    assert shows in (tmp_path / "report.html").read_text()
+    assert note in told.stderr
 
 
 def test_a_plan(tmp_path: Path) -> None:
