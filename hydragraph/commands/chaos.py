@@ -72,6 +72,8 @@ def chaos_command(options: ChaosOptions) -> None:
         if not config.deterministic:
             with console.status("training undisturbed on one rank, to measure the effect of rounding"):
                 control = disturbed_run.run(single, until=last).until(last)
+            if control.code:
+                raise ValueError(f"the run fails on one rank: {control.ending}")
     table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} faults, seed {options.seed}", show_header=False)
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)

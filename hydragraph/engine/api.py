@@ -85,7 +85,7 @@ class _Source:
         check_here(self.subject(program), self.check)
         return program
 
-    def loaded(self, folder: str | Path, ranks: int = 1, trust: bool = False) -> CompiledFolder:
+    def loaded(self, folder: str | Path, ranks: int | None = 1, trust: bool = False) -> CompiledFolder:
         record = model_record(self.model, self.loss, self.example, self.blocks)
         return load(folder, record, self.dtype, ranks, trust)
 
@@ -200,7 +200,7 @@ def compile(
         checked = (model, optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check, home)
         owners = _on_all(world, lambda: _checked_options(*checked))
         if compiled is not None or program is not None:
-            captured = _given(source, program, compiled, world, trust)
+            captured = _given(source, program, compiled, world, trust, apart_now)
         else:
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
             captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
@@ -314,7 +314,9 @@ class _Known:
     variants: Variants | None = None
 
 
-def _given(source: _Source, program: Program | None, folder: str | Path | None, world: World, trust: bool) -> _Known:
+def _given(
+    source: _Source, program: Program | None, folder: str | Path | None, world: World, trust: bool, apart_now: bool
+) -> _Known:
     def checked() -> None:
         if program is None:
             return
@@ -327,7 +329,8 @@ def _given(source: _Source, program: Program | None, folder: str | Path | None, 
     if folder is None:
         assert program is not None
         return _Known(program)
-    library = _on_all(world, lambda: source.loaded(folder, world.ranks, trust))
+    ranks = None if apart_now or here() is not None else world.ranks  # elastic runs change their number of ranks
+    library = _on_all(world, lambda: source.loaded(folder, ranks, trust))
     if not library.checked(mode_of(source.check)):
         check_on_hosts(source.subject(library.program), source.check, world)
     return _Known(library.program, library)

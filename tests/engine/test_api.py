@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.cluster.launch import apart
+from hydragraph.engine.api import _given
 from hydragraph.engine.compiled_model import tensor_names, weights_hash
 from hydragraph.runtime.deterministic_sums import Deterministic
 from tests.models import captured, llama, sequences
@@ -40,6 +43,18 @@ def test_devices_are_measured_in_the_mode_of_a_deterministic_run() -> None:
         plan = mock.patch("hydragraph.engine.api.plan_automatically", side_effect=measured)
         with plan, pytest.raises(TimeoutError):
             small_llama().executable("auto", deterministic=True)
+
+
+@pytest.mark.parametrize(("joining", "elastic", "ranks"), [(False, False, 1), (True, False, None), (False, True, None)])
+def test_a_compiled_folder_is_read_by_any_number_of_ranks_of_an_elastic_run(
+    joining: bool, elastic: bool, ranks: int | None
+) -> None:
+    """A rank that joins is alone while it compiles, and a run may begin with fewer ranks."""
+    source: Any = mock.Mock(check="off")
+    with mock.patch("hydragraph.engine.api.here", return_value=object() if elastic else None):
+        known = _given(source, None, "compiled", apart("cpu"), False, joining)
+    source.loaded.assert_called_once_with("compiled", ranks, False)
+    assert known.library is source.loaded.return_value
 
 
 def test_an_old_gpu_is_refused_before_a_step() -> None:

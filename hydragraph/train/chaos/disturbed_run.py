@@ -114,6 +114,8 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
         elastic=ElasticConfig(),
         plan=PlanConfig(),
         home=Home(),
+        compiled=None,
+        trust=False,
         output=output,
     )
 

@@ -49,7 +49,9 @@ def test_runs_are_long_enough_and_one_survives(tmp_path: Path) -> None:
     assert stormy.elastic.survives
     assert stormy.home.copies == 2
     assert peaceful.output != stormy.output
-    assert alone(peaceful, tmp_path).ranks == 1
+    compiled = replace(peaceful, compiled="compiled", trust=True)
+    single = alone(compiled, tmp_path)
+    assert (single.ranks, single.compiled, single.trust) == (1, None, False)
 
 
 def test_epochs_and_replanning_are_replaced_where_they_do_not_apply(tmp_path: Path) -> None:
