@@ -2,8 +2,8 @@
 
 In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
 heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
-takes half as many. The backward takes twice as many operations as the forward. Tensor-parallel sums are priced
-separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
+takes half as many. The backward takes twice as many operations, or as many for frozen weights. Tensor-parallel sums are
+priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
     c = rates.fixed(work.products)
     forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
-    backward = Constants.sum([(2, forward), (1, again)])
+    idle = Constants(0.0, rates.products(work.frozen_products), rates.fixed(work.frozen_products))
+    backward = Constants.sum([(2, forward), (-1, idle), (1, again)])
     return BlockPiece.apart(
         forward,
         backward,
@@ -227,7 +228,7 @@ class Operations:
         during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
             during it.
         before_sums: for each sum (forward first), the products whose results the sum adds up over the ranks.
-        frozen_linear: the part of `linear` whose weights are frozen.
+        frozen_products: the part of `products` whose weights are frozen.
     """
 
     attention: Mapping[Reach, float]
@@ -236,21 +237,29 @@ class Operations:
     frozen: int
     during_sums: tuple[tuple[Product, ...], ...] = ()
     before_sums: tuple[tuple[Product, ...], ...] = ()
-    frozen_linear: float = 0.0
+    frozen_products: tuple[Product, ...] = ()
 
     @property
     def linear(self) -> float:
-        return sum(2.0 * times * n * k for times, n, k in self.products)
+        return _linear(self.products)
+
+    @property
+    def frozen_linear(self) -> float:
+        return _linear(self.frozen_products)
 
     def divided(self, parts: int) -> Operations:
         attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
-        products, *at_sums = (
+        products, frozen, *at_sums = (
             tuple((times / parts, n, k) for times, n, k in each)
-            for each in (self.products, *self.during_sums, *self.before_sums)
+            for each in (self.products, self.frozen_products, *self.during_sums, *self.before_sums)
         )
         during, before = at_sums[: len(self.during_sums)], at_sums[len(self.during_sums) :]
         sizes = (self.parameters // parts, self.frozen // parts)
-        return Operations(attention, products, *sizes, tuple(during), tuple(before), self.frozen_linear / parts)
+        return Operations(attention, products, *sizes, tuple(during), tuple(before), frozen)
+
+
+def _linear(products: Iterable[Product]) -> float:
+    return sum(2.0 * times * n * k for times, n, k in products)
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
@@ -264,7 +273,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first list: before any sum
     parameters = 0
     frozen = 0
-    frozen_linear = 0.0
+    frozen_products: list[Product] = []
     for node, name in zip(graph.find_nodes(op="placeholder"), block.parameters, strict=False):
         local = program.parameters[name].local_shape(tp, tp - 1)
         parameters += math.prod(local)
@@ -272,7 +281,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
         if len(local) > 1 and node.name not in looked_up:
             products.append((rows.get(node.name, math.prod(local[:-2])), local[-2], local[-1]))
             by_weight[node] = products[-1]
-            frozen_linear += 0 if name in program.learning else 2.0 * math.prod(products[-1])
+            frozen_products += [] if name in program.learning else products[-1:]
             # The head computes its weight's gradient before the sum.
             if name in program.learning and block is not program.blocks[-1]:
                 during_sums[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
@@ -287,7 +296,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     # The head's products are part of its fused operator.
     before_sums = tuple(_before_sums(graph, {} if block is program.blocks[-1] else by_weight))
     during = tuple(map(tuple, during_sums[1:]))
-    return Operations(parts, tuple(products), parameters, frozen, during, before_sums, frozen_linear)
+    return Operations(parts, tuple(products), parameters, frozen, during, before_sums, tuple(frozen_products))
 
 
 def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Iterator[tuple[Product, ...]]:

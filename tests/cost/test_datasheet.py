@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import hydragraph as hg
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.costs import Costs
@@ -22,6 +23,7 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.model_flops import step_flops
+from tests.adapted import hand_written_lora
 from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.models import captured
 
@@ -60,6 +62,14 @@ def test_one_rank_computes_six_operations_per_weight_and_token() -> None:
     assert found.seconds[Op.FORWARD, "head", 0, 0] == pytest.approx(2 * HEAD * TOKENS / 4)
     assert found.seconds[Op.UPDATE, "", 0] == pytest.approx(sum(p.size for p in llama().parameters.values()) * 28 / 7)
     assert all(not pairs for moved in (found.pull_bytes, found.push_bytes) for pairs in moved.values())
+
+
+def test_frozen_weights_take_no_gradients() -> None:
+    program = hg.capture(hand_written_lora(), check="off")
+    piece = datasheet(program, cluster(1), efficiency=1.0).pieces[StageKind()][program.blocks[1].template]
+    adapters = 4 * (64 + 64) + 4 * (102 + 64)
+    assert piece.backward is not None
+    assert piece.backward.b == pytest.approx(2 * LAYER + 4 * adapters)
 
 
 def test_attention_with_a_window_computes_only_the_keys_that_queries_see() -> None:
