@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
@@ -30,9 +31,11 @@ def _end_at_once(codes: list[object]) -> None:
         if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:
             try:
                 sys.stdout.flush()
+            except (OSError, ValueError) as error:
+                print(f"hydragraph: the output is incomplete: {error}", file=sys.stderr)
+                code = code or 1
+            with suppress(OSError, ValueError):
                 sys.stderr.flush()
-            except (OSError, ValueError):  # the interpreter reports that an output is closed
-                return
             os._exit(code)
 
 

@@ -76,7 +76,11 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    app()
+    try:
+        app()
+    except OSError as error:  # the output of --version or --help
+        _complain(_said(error), debug=False)
+        sys.exit(_FAILED)
 
 
 def _app() -> typer.Typer:

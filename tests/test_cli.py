@@ -36,6 +36,16 @@ def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stdout is not None
 
 
+@pytest.mark.parametrize("code", ["sys.argv[1:] = ['--version']", "cli.app = lambda: (print('x'), sys.exit(0))"])
+def test_an_output_that_cannot_be_written_is_one_sentence(code: str) -> None:
+    code = f"import sys; from hydragraph import cli; {code}; from hydragraph.__main__ import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
+
+
 def test_ctrl_c_during_imports_shows_no_traceback() -> None:
     code = "import os, signal, sys; sys.meta_path.insert(0, type('Typed', (), {'find_spec': lambda name, *_: "
     code += "os.kill(os.getpid(), signal.SIGINT) if name == 'typer' else None})); "
