@@ -156,9 +156,12 @@ def _folder() -> str | None:
 def _evict(folder: Path) -> None:
     files = [*folder.glob("*.nb?")]
     if len(files) > _MOST:
-        with suppress(FileNotFoundError):  # another process may have deleted the file
-            for path in sorted(files, key=lambda path: path.stat().st_mtime)[: len(files) // 4]:
-                path.unlink()
+        ages = {}
+        for path in files:
+            with suppress(FileNotFoundError):  # another process may have deleted the file
+                ages[path] = path.stat().st_mtime
+        for path in sorted(ages, key=ages.__getitem__)[: len(files) // 4]:
+            path.unlink(missing_ok=True)
 
 
 @cache

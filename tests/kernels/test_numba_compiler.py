@@ -111,6 +111,17 @@ def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.stem for path in tmp_path.iterdir()) == [str(at) for at in range(2, 9)]
 
 
+def test_a_missing_file_does_not_end_an_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_compiler, "_MOST", 3)
+    (tmp_path / "gone.nbc").symlink_to(tmp_path / "nowhere")
+    for at in range(4):
+        (tmp_path / f"{at}.nbc").touch()
+        os.utime(tmp_path / f"{at}.nbc", (at, at))
+    numba_compiler._evict(tmp_path)
+    assert not (tmp_path / "0.nbc").exists()
+    assert (tmp_path / "1.nbc").exists()
+
+
 def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
     gone = "import os, shutil\nshutil.rmtree(os.environ['NUMBA_CACHE_DIR'])\nopen(os.environ['NUMBA_CACHE_DIR'], 'w')\n"
     (tmp_path / "module.py").write_text(MODULE.replace("print(", gone + "print("))
