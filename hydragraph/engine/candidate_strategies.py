@@ -155,8 +155,15 @@ def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes:
 
 
 def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> HomeQuestion:
-    size = program.dtype.itemsize
-    return HomeQuestion(program.outline, program.buckets, tuple(strategies), cluster_on(nodes), home, size)
+    return HomeQuestion(
+        program.outline,
+        program.buckets,
+        tuple(strategies),
+        cluster_on(nodes),
+        home,
+        program.dtype.itemsize,
+        push_itemsize=program.push_dtype.itemsize,
+    )
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ import hydragraph as hg
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine import candidate_strategies
 from hydragraph.engine.strategy_selector import Chooser
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests import models
@@ -145,6 +148,12 @@ def by_datasheets(prepared: Ready) -> tuple[list[tuple[int, ...]], bool]:
         exe.close()
     tokens = [tuple(sum(map(sum, pipeline)) for pipeline in report.assignment.tokens) for report in found]
     return tokens, all(report.loss == pytest.approx(found[0].loss, rel=1e-5) for report in found)
+
+
+def test_owners_without_costs_are_chosen_by_the_bytes_of_pushed_gradients() -> None:
+    program = replace(models.captured("llama")[0], push_dtype=torch.bfloat16)
+    asked = candidate_strategies._unmeasured(program, [hg.Strategy.parse("<tp1,pp1>", 2)], hg.Home(), [0])
+    assert asked.push_itemsize == 2
 
 
 def test_a_cluster_gives_costs_by_its_datasheets(prepared: Ready) -> None:

@@ -162,6 +162,7 @@ class Following:
             tuple(map(float, mix.values())),
             health,
             room,
+            asked.push_itemsize,
         )
 
     def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> RunEvent:

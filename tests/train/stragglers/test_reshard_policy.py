@@ -101,6 +101,15 @@ def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> Non
         assert not any(still.stepped(step, Health(), 100.0, [pipeline]) for step in range(1, 2 * MIX))
 
 
+def test_a_choice_of_owners_counts_the_bytes_of_pushed_gradients() -> None:
+    found = costs(4, cluster(2, 1), home=Home()).changed(push_itemsize=2)
+    following = Following(Home(), 2, found.buckets, state_costs(found), 10, memory=found, rule="auto")
+    following.stepped(1, Health(), 1.0, [hg.Strategy.parse("<tp1,pp2>", 4)])
+    question = following._question(Health(), state_costs(found))
+    assert question is not None
+    assert question.push_itemsize == 2
+
+
 def test_what_does_not_pay_a_dry_run_and_lost_ranks_move_nothing() -> None:
     assert Following(Home(), 4, BUCKETS, COSTS, 10).stepped(10, SLOW, 1.0) == ()
     assert Following(Home(), 4, BUCKETS, COSTS, 10_000).stepped(1, Health({1: float("inf")}), 1.0) == ()
