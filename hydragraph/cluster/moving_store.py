@@ -113,6 +113,11 @@ class Line:
         value: bytes = self._repeated(lambda store: store.get(key))
         return value
 
+    def find(self, key: str) -> bytes:
+        """Return a key's value, or b"" if the current store does not have it."""
+        value: bytes = self._repeated(lambda store: store.get(key) if store.check([key]) else b"")
+        return value
+
     def _repeated(self, request: Callable[[Any], T]) -> T:
         while True:
             store = self.store

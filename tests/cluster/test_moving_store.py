@@ -9,8 +9,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hydragraph.cluster.moving_store import MovingStore, follows, write_address
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted
+from hydragraph.cluster.rendezvous.member import Member
+from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said
+from hydragraph.cluster.rendezvous.store_registers import Peer, Registers
+from hydragraph.errors import RankFailure
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -52,6 +58,24 @@ def test_a_rank_follows_the_store_with_what_it_has_written(tmp_path: Path) -> No
     line.set("more", "3")
     assert new.get("more") == b"3"
     assert moving.connect().get("more") == b"3"
+
+
+def test_a_member_does_not_wait_for_a_peer_that_the_next_store_does_not_know(tmp_path: Path) -> None:
+    first, second = hosted(HOST, 0), hosted(HOST, 0)
+    write_address(str(tmp_path), HOST, first.port)
+    registers = Registers(client(HOST, first.port))
+    registers.order(Orders())
+    registers.say(1, Said())
+    registers.introduce(Peer(0, 0, 1, HOST))
+    member = Member(1, lambda: client(HOST, first.port), 1.0, str(tmp_path), 2)
+    member.introduce(Peer(1, 1, 1, HOST))
+    member.generation = Generation(1, (0, 1))
+    assert [peer.member for peer in member.peers] == [0, 1]
+    write_address(str(tmp_path), HOST, second.port)
+    until(lambda: client(HOST, second.port).check(["hydragraph/meeting/peer/1"]))
+    with pytest.raises(RankFailure, match="does not know member 0"):
+        _ = member.peers
+    member.leave()
 
 
 def test_a_store_that_is_lost_before_it_is_reached_is_passed_over(tmp_path: Path) -> None:

@@ -100,7 +100,14 @@ class Member:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        return tuple(self._place.peer(member) for member in self.generation.members)
+        """Descriptions of this generation's members; raises RankFailure if the store is lost with its leader."""
+        return tuple(map(self._peer, self.generation.members))
+
+    def _peer(self, member: int) -> Peer:
+        peer = self._place.peer(member)
+        if peer is None:
+            raise RankFailure(self.rank, "join", f"the rendezvous store has moved, and does not know member {member}")
+        return peer
 
     def meet(self, failure: BaseException | None = None) -> Generation:
         """Leave the current generation, and enter the next one with an initialized process group.
@@ -177,7 +184,7 @@ class Member:
         drop_all()
         rank = self.rank
         ranks = len(generation.members)
-        nodes = {member: self._place.peer(member).node for member in generation.members}
+        nodes = {peer.member: peer.node for peer in self.peers}
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
         os.environ |= {"LOCAL_RANK": str(here.index(self.number)), "LOCAL_WORLD_SIZE": str(len(here))}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}

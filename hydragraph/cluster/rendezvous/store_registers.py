@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hydragraph.cluster.moving_store import Line
 from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Record, Said
 
 _KEY = "hydragraph/meeting"
@@ -52,8 +53,11 @@ class Registers:
         self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 
-    def peer(self, member: int) -> Peer:
-        return Peer(**json.loads(self.store.get(f"{_KEY}/peer/{member}")))
+    def peer(self, member: int) -> Peer | None:
+        """Return a member's description, or None if the store has moved without it."""
+        read = self.store.find if isinstance(self.store, Line) else self.store.get
+        text = read(f"{_KEY}/peer/{member}")
+        return Peer(**json.loads(text)) if text else None
 
 
 def record_text(record: Record) -> str:
