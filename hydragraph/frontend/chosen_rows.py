@@ -30,6 +30,7 @@ from hydragraph.frontend.token_order import SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import VIEWS
+from hydragraph.private.module_internals import graph_module
 from hydragraph.private.operator_schemas import argument_of, aten_operators, has_tag
 from hydragraph.private.tracing import fake_mode_of, is_counted, symbol_name, symbols_in
 
@@ -66,7 +67,7 @@ def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
         return graph
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
-    copied = fx.GraphModule(graph, nodes)
+    copied = graph_module(graph, nodes)
     try:
         _Rewriting(copied).run()
     except _Unchanged as reason:

@@ -9,6 +9,7 @@ from torch import fx
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Template, graph_digest
+from hydragraph.private.module_internals import graph_module
 from hydragraph.private.tracing import ancestors_of
 
 
@@ -25,7 +26,7 @@ def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[
         if node in needed and node not in copied:
             copied[node] = part.node_copy(node, lambda n: copied[n])
     part.output(tuple(copied[o] for o in outputs))
-    return fx.GraphModule(graph, part)
+    return graph_module(graph, part)
 
 
 def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where: str) -> Template:
@@ -54,7 +55,7 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
         elif node.op != "placeholder":
             copied[node] = ordered.node_copy(node, lambda n: copied[n])
     ordered.lint()
-    module = fx.GraphModule(graph, ordered)
+    module = graph_module(graph, ordered)
     return Template(graph_digest(module), module, *in_template)
 
 

@@ -31,6 +31,7 @@ from hydragraph.private.graph_values import (
     storage_of,
     storages,
 )
+from hydragraph.private.module_internals import graph_module
 from hydragraph.private.operator_schemas import full_name, is_operator
 
 _OPERATORS = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_"
@@ -177,7 +178,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
             node.meta["storages"] = storages(value)
             node.meta["form"] = form_in(value)
             node.meta["forms"] = partial(values.forms, value)
-    return fx.GraphModule(constants, graph)
+    return graph_module(constants, graph)
 
 
 def known_target(name: str) -> Callable[..., Any]:

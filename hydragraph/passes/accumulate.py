@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from hydragraph.passes.differentiate import Variant
+from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def accumulate(variant: Variant) -> Variant:
     next(n for n in graph.nodes if n.op == "output").args = (tuple(kept.values()),)
     _drop_unread(graph)
     return replace(
-        variant, backward=fx.GraphModule(variant.backward, graph), gradients=tuple(kept), added=tuple(products)
+        variant, backward=graph_module(variant.backward, graph), gradients=tuple(kept), added=tuple(products)
     )
 
 

@@ -24,6 +24,7 @@ from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.graph_node import is_grouped, operands, product
 from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.passes.tensor_cut import Cuts
+from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
 
@@ -67,7 +68,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
                 copied[node] = _insert(result, copied[node], "exit")
     remove_dead_code(result)
     result.lint()
-    return fx.GraphModule(graph, result)
+    return graph_module(graph, result)
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:

@@ -10,6 +10,7 @@ from torch import fx
 
 from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.passes.graph_node import operands
+from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ SYNONYMS = {
 
 
 def clean(graph: fx.GraphModule) -> fx.GraphModule:
-    result = fx.GraphModule(graph, copy_of(graph))
+    result = graph_module(graph, copy_of(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
         node.target = _first_name(node.target)

@@ -22,6 +22,7 @@ import hydragraph.kernels.linear_token_losses  # noqa: F401  registers operators
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.clean import copy_of
 from hydragraph.passes.vocabulary import MEAN, NONE, SUM
+from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
 _FUSED = {SUM: torch.ops.hydragraph.head_loss.default, NONE: torch.ops.hydragraph.head_token_losses.default}
@@ -58,7 +59,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
     head.loss.replace_all_uses_with(loss)
     graph.eliminate_dead_code()
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)
 
 
 def find_head(loss: fx.Node) -> Head | None:

@@ -18,6 +18,7 @@ from torch import fx
 from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.passes.collective_operators import RESULT, STARTS
 from hydragraph.passes.differentiate import Variant
+from hydragraph.private.module_internals import graph_module
 
 
 def overlap_collectives(variant: Variant) -> Variant:
@@ -48,7 +49,7 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
         since = []
     copy(since)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)
 
 
 def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node]:

@@ -20,6 +20,7 @@ from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.passes.vocabulary import NONE
+from hydragraph.private.module_internals import graph_module
 from hydragraph.spec.workload import IGNORED
 
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
         if not copied[node].users:
             graph.erase_node(copied[node])
     graph.lint()
-    module = fx.GraphModule(template.graph, graph)
+    module = graph_module(template.graph, graph)
     parameters, buffers, inputs = (
         tuple(name for name in group if name not in unread)
         for group in (template.parameters, template.buffers, template.inputs)

@@ -54,6 +54,7 @@ from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_d
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.tensor_cut import Cut, Cuts
 from hydragraph.passes.vocabulary import SUM, embedding_part, entropy_of_parts, loss_of_parts
+from hydragraph.private.module_internals import graph_module
 from hydragraph.spec.stage_kind import StagePart
 
 aten = torch.ops.aten
@@ -133,7 +134,7 @@ def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
             copied[node] = copied[operands(node)[0]]
         else:
             copied[node] = result.node_copy(node, lambda n: copied[n])
-    return fx.GraphModule(graph, result)
+    return graph_module(graph, result)
 
 
 def _weight(column: fx.Node) -> fx.Node:
@@ -183,7 +184,7 @@ class _Rewrite:
         if self.fused_head:
             remove_dead_code(self.graph)
         self.graph.lint()
-        return fx.GraphModule(source, self.graph)
+        return graph_module(source, self.graph)
 
     def _counted(self, node: fx.Node) -> fx.Node | None:
         if node.target in DRAWN and node in self.cuts.cut:

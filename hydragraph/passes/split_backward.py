@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from hydragraph.passes.differentiate import Variant, saved_names
+from hydragraph.private.module_internals import graph_module
 from hydragraph.private.tracing import ancestors_of
 
 
@@ -77,4 +78,4 @@ def _graph(
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(variant.backward, graph)
+    return graph_module(variant.backward, graph)

@@ -19,6 +19,7 @@ from hydragraph.passes.collective_operators import SUMMED
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS
+from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
         if node.op != "placeholder" and node.users and not copies[node].users:
             graph.erase_node(copies[node])
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:

@@ -1,12 +1,18 @@
-"""Internal attributes and internal base classes of modules."""
+"""Internal attributes and internal classes of modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """Return a graph module that generates its code when the code is read or first called."""
+    return _LazyGraphModule(root, graph)
 
 
 def table_of(module: nn.Module) -> dict[str, nn.Module | None]:

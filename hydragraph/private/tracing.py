@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
+from hydragraph.private.module_internals import graph_module
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
 _CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
@@ -416,7 +417,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
     for node in graph.find_nodes(op="placeholder"):
         if not node.users and not (keep and node.name.startswith(keep)):
             graph.erase_node(node)
-    return fx.GraphModule(joint, graph)
+    return graph_module(joint, graph)
 
 
 def ancestors_of(

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import fx, nn
 
-from hydragraph.private.module_internals import BATCH_NORMS, empty_tables, table_of
+from hydragraph.private.module_internals import BATCH_NORMS, empty_tables, graph_module, table_of
+
+
+def test_a_graph_module_generates_its_code_when_it_is_called() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
+    module = graph_module({}, graph)
+    assert "_code" not in vars(module)
+    assert module(torch.tensor(2)) == -2
+    assert "neg(x)" in module.code
 
 
 def test_the_table_has_what_stands_twice_and_can_be_written_to() -> None:
