@@ -6,15 +6,17 @@ import collections
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator, Mapping
-from types import FunctionType
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.state_readers import cells_of, library_of
+from hydragraph.frontend.state_readers import Readers, cells_of, globals_of, is_installed, library_of
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
     hooks_of,
@@ -40,6 +42,11 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
         "use nn.Embedding, and sum or average the result over the bag's dimension",
     ),
 }
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_LARGEST = 1 << 16  # elements; larger arrays are not compared
+_MOST = 256  # entries of a container that are compared
 
 
 def refuse_unseen(model: nn.Module) -> None:
@@ -157,36 +164,69 @@ def _numbers(module: nn.Module) -> dict[str, float]:
 
 
 def _kept_state(module: nn.Module) -> dict[str, str]:
-    state = {}
-    for prefix, child in module.named_modules():
-        for name, value in vars(child).items():
-            if not name.startswith("_") and library_of(type(child)) is None:
-                state[f"{prefix}.{name}".removeprefix(".")] = _state_of(value)
-    loss = vars(module).get("_loss")
-    for name, value in getattr(loss, "__dict__", {}).items():
-        state[f"loss.{name}"] = _state_of(value)
-    function = getattr(loss, "__func__", loss)
-    if isinstance(function, FunctionType):
-        state |= {f"loss's {name}": _state_of(cell.cell_contents) for name, cell in cells_of(function).items()}
-        names = function.__code__.co_names
-        state |= {f"the global {name}": _state_of(function.__globals__.get(name)) for name in names}
+    """Return the state that a user's code may count in, by place: numbers, sizes of lists and sets, and generators."""
+    state: dict[str, str] = {}
+    seen: dict[int, object] = {}
+    for place, read in _places_of(module):
+        state |= _state_in(place, read(), seen)
     return state
 
 
-def _state_of(value: object) -> str:
-    if isinstance(value, dict):
-        return str([(str(key), _state_of(part)) for key, part in value.items()])
-    if isinstance(value, list | tuple | collections.deque):
-        return str([_state_of(part) for part in value])
-    if isinstance(value, random.Random):
-        return str(hash(value.getstate()))
-    if isinstance(value, np.random.Generator):
-        return str(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return str([str(part) for part in value.get_state()])
-    if isinstance(value, int | float | str | itertools.count):
-        return repr(value)
-    return ""
+_Place = tuple[str, Callable[[], object]]
+_PLACES: weakref.WeakKeyDictionary[nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
+
+
+def _places_of(module: nn.Module) -> list[_Place]:
+    if module not in _PLACES:
+        loss = vars(module).get("_loss")
+        readers = Readers(module, loss)
+        owners = {prefix: child for prefix, child in module.named_modules() if library_of(type(child)) is None}
+        places = [(prefix, partial(_attributes_of, weakref.ref(child))) for prefix, child in owners.items()]
+        places += [("loss", partial(getattr, loss, "__dict__"))] if hasattr(loss, "__dict__") else []
+        for function in readers.functions.values():
+            name = function.__qualname__
+            places += [(name, partial(vars, function))]
+            places += [
+                (f"{name}'s {n}", partial(getattr, cell, "cell_contents")) for n, cell in cells_of(function).items()
+            ]
+            names = globals_of(function)
+            places += [(f"the global {n}", partial(function.__globals__.get, n)) for n in names]
+        _PLACES[module] = [*places, *((kind.__name__, partial(vars, kind)) for kind in readers.classes)]
+    return _PLACES[module]
+
+
+def _attributes_of(reference: weakref.ref[nn.Module]) -> dict[str, object]:
+    module = reference()
+    return {} if module is None else {n: v for n, v in vars(module).items() if n not in _OF_MODULES}
+
+
+def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4) -> Iterator[tuple[str, str]]:
+    if isinstance(value, bool | str | Tensor | nn.Module | FunctionType | ModuleType) or id(value) in seen:
+        return  # flags change once, such as after a warning
+    if isinstance(value, int | float | np.generic | itertools.count):
+        yield place, repr(value)
+        return
+    seen[id(value)] = value
+    if isinstance(value, np.ndarray):
+        yield place, str(hash(value.tobytes())) if value.size <= _LARGEST else ""
+    elif isinstance(value, random.Random):
+        yield place, str(hash(value.getstate()))
+    elif isinstance(value, np.random.Generator):
+        yield place, str(value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState):
+        yield place, str([str(part) for part in value.get_state()])
+    elif isinstance(value, list | tuple | set | collections.deque):
+        yield f"the length of {place}", str(len(value))
+        for i, part in enumerate([] if isinstance(value, set) or not depth else list(value)[:_MOST]):
+            yield from _state_in(f"{place}[{i}]", part, seen, depth - 1)
+    elif depth and (isinstance(value, Mapping | SimpleNamespace) or not is_installed(_class_of(value))):
+        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for name, part in list(parts.items())[:_MOST]:
+            yield from _state_in(f"{place}.{name}".removeprefix("."), part, seen, depth - 1)
+
+
+def _class_of(value: object) -> type:
+    return value if isinstance(value, type) else type(value)
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -474,6 +474,65 @@ def _counting(state: Any, step: Callable[[], object]) -> Callable[[Any, dict[str
     return loss
 
 
+CALLS = [0]
+NUMBERS = np.zeros(1)
+SEEN = types.SimpleNamespace(calls=0)
+
+
+class Counted:
+    calls = 0
+
+
+def _in_a_class() -> None:
+    Counted.calls += 1
+
+
+def _in_an_array() -> None:
+    NUMBERS[0] += 1
+
+
+def _in_a_namespace() -> None:
+    SEEN.calls += 1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda: CALLS.append(0), _in_a_class, _in_an_array, _in_a_namespace],
+    ids=["list", "class", "array", "namespace"],
+)
+@pytest.mark.parametrize("where", ["block", "loss"])
+def test_calls_that_are_counted_outside_are_refused(step: Callable[[], object], where: str) -> None:
+    count = step
+
+    class Counting(Small):
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            if where == "block":
+                count()
+            return super().forward(x, cu_seqlens)
+
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if where == "loss":
+            count()
+        return logits.sum()
+
+    model = small(layers=0)
+    model.stack.append(Counting())
+    with pytest.raises(Unsupported, match=r"forward or loss changes '.*(CALLS|calls|NUMBERS|SEEN)"):
+        capture(model, loss=loss)
+
+
+def test_flags_that_are_set_once_and_caches_are_not_counters() -> None:
+    cache: dict[int, int] = {}
+    flags = types.SimpleNamespace(warned=False)
+
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        flags.warned = True
+        cache.setdefault(0, 1)
+        return F.cross_entropy(logits[0], batch["labels"][0], ignore_index=-100, reduction="sum")
+
+    capture(small(), loss=loss)
+
+
 @only("numpy")
 @pytest.mark.parametrize("kind", ["dict", "count", "random", "numpy"])
 def test_state_that_a_loss_changes_is_refused_by_name(kind: str) -> None:
