@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -312,7 +314,22 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
         return
     shapes = {name: parameter.shape for name, parameter in executor.program.parameters.items()}
     check_model(path, manifest, shapes, kind_of(executor.optimizer))
-    prepared.anew().load_state_dict(extra["user"]["mini_batches"])
+    _place(prepared.anew(), extra["user"]["mini_batches"], prepared, owns=True)
+
+
+def _place(batches: MiniBatches | Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
+    """Continue in the mini-batches of a checkpoint; delete a run's copy of changed data if the data is refused.
+
+    Args:
+        owns: whether this rank prepares its host's data.
+    """
+    try:
+        batches.load_state_dict(state)
+    except ValueError:
+        changed = any(file.fingerprint not in json.dumps(state) for file in prepared.tokens.files)
+        if owns and changed and prepared.config.data.cache is None:
+            shutil.rmtree(prepared.tokens.directory, ignore_errors=True)
+        raise
 
 
 def _load(
@@ -328,7 +345,7 @@ def _load(
     steps = prepared.config.steps
     pieces = open_pieces(prepared.config, world, folder) if newest else None
     last, extra = load(world, folder, executor, last, newest, leader, pieces)
-    batches.load_state_dict(extra["mini_batches"])
+    _place(batches, extra["mini_batches"], prepared, owns=not world.local_rank)
     done: int = extra.get("step", last.step)
     if done > steps:
         raise ValueError(f"the checkpoint pieces are from step {done}, past the last step: set steps to {done} or more")

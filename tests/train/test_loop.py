@@ -267,6 +267,10 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"tokens is 96, but 128 .* resume with the same data\.tokens_per_step"):
         train(changed, "resume", compile_plain, Watched(), step=4)
     assert contents() == before
+    changed = config(tmp_path, keep=3, data={**settings(tmp_path)["data"], "max_samples": 9})
+    with pytest.raises(ValueError, match="resume with the same data"):
+        train(changed, "resume", compile_plain, Watched(), step=4)
+    assert contents() == before
 
 
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(tmp_path: Path) -> None:
