@@ -220,7 +220,8 @@ class DataConfig(SourceConfig):
         overlong: treatment of documents longer than `max_length`: "cut" (into several sequences), "drop", or "refuse"
             (stop with an error). For preference data, "cut" truncates a prompt with its answer to `max_length` tokens,
             and "drop" skips the pair.
-        heldout: fraction of the training documents to hold out for evaluation; None: 0.01, or 0 with `evaluation`.
+        heldout: fraction of the training documents to hold out; None: 0.01 if the run evaluates and `evaluation` is not
+            set, else 0.
         cache: directory for tokenizers and token files, which several runs can share; None: the run folder.
     """
 
@@ -255,12 +256,6 @@ class DataConfig(SourceConfig):
                 raise ValueError(f"evaluation.{name} is {value!r}: give a mapping with paths")
         if not isinstance(self.template_arguments, Mapping):
             raise ValueError(f"template_arguments is {self.template_arguments!r}: give a mapping")
-
-    @property
-    def held_out(self) -> float:
-        if self.heldout is None:
-            return 0.0 if self.evaluation else 0.01
-        return self.heldout
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
@@ -588,7 +583,7 @@ class TrainConfig:
                 raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
         if self.min_improvement and self.patience is None:
             raise ValueError("min_improvement has no effect without patience: set patience, or remove min_improvement")
-        if self.evaluates and not self.data.held_out and not self.data.evaluation:
+        if self.evaluates and not self.held_out and not self.data.evaluation:
             name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
             raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
 
@@ -655,6 +650,12 @@ class TrainConfig:
     @property
     def evaluates(self) -> bool:
         return self.evaluate_every > 0 or self.evaluate_per_epoch > 0
+
+    @property
+    def held_out(self) -> float:
+        if self.data.heldout is None:
+            return 0.01 if self.evaluates and not self.data.evaluation else 0.0
+        return self.data.heldout
 
     @property
     def automatic(self) -> bool:

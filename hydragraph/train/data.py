@@ -106,7 +106,7 @@ def _shared_files(config: TrainConfig) -> Iterator[str]:
         files = {os.path.realpath(path): str(path) for path in corpus.files(_paths(source), source.suffixes)}
         shared = [path for path in files if path in trained]
         training = not name.startswith("data.evaluation.")
-        if shared and (config.data.held_out or not training):
+        if shared and (config.held_out or not training):
             more = f" and {len(shared) - 1} more files are" if shared[1:] else " is"
             yield (
                 f"{files[shared[0]]}{more} in {trained[shared[0]]} and in {name}, so the run is evaluated on its "
@@ -120,7 +120,7 @@ def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
     for i, file in enumerate(tokens.files if config.objective is not None else ()):
         where = f" of data.mixture[{i}]" if config.data.mixture else ""
         longer = int((file.lengths > most).sum())
-        kept = sum(len(_training_stream(config, i, file, split).chunks) for split in _splits(config.data))
+        kept = sum(len(_training_stream(config, i, file, split).chunks) for split in _splits(config))
         if out := (len(file) - kept) // 2:
             yield (
                 f"{out:,} of {len(file) // 2:,} pairs{where} are skipped: with data.max_length {most}, an answer "
@@ -130,8 +130,8 @@ def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
             yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and are truncated"
 
 
-def _splits(data: DataConfig) -> tuple[Split, ...]:
-    return ("train", "heldout") if data.held_out else ("train",)
+def _splits(config: TrainConfig) -> tuple[Split, ...]:
+    return ("train", "heldout") if config.held_out else ("train",)
 
 
 def data_remarks(config: TrainConfig) -> Iterator[str]:
@@ -371,7 +371,7 @@ def _stream(config: TrainConfig, source: SourceConfig, file: TokenFile, **split:
 
 
 def _training_stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniBatches:
-    return _stream(config, config.data.sources[i], file, seed=config.seed, split=split, heldout=config.data.held_out)
+    return _stream(config, config.data.sources[i], file, seed=config.seed, split=split, heldout=config.held_out)
 
 
 def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:
@@ -400,7 +400,7 @@ def evaluation_batches(
 
 def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:
     streams: dict[str, list[MiniBatches]] = {}
-    if config.data.held_out:
+    if config.held_out:
         streams["heldout"] = [_training_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
     for name, file in tokens.evaluation.items():
         streams[name] = [_stream(config, config.data.evaluation[name], file)]

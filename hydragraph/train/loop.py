@@ -108,17 +108,19 @@ def train(
     world.watch.progress_s = config.progress_s
     with world.calling("train"), ExitStack() as owned:
 
-        def own() -> Checkpoint | None:
+        def own() -> tuple[TrainConfig, Checkpoint | None]:
             last = folder.check(config, begin, step)
             if last is not None:
                 read_metrics(folder.metrics)  # refuses damaged lines
+            as_stored = _with_stored_heldout(config, last)
             owned.enter_context(folder.owned())
-            return last
+            return as_stored, last
 
-        last = together(world, "locking the run's folder", world.rank == 0, own)[0]
+        found = together(world, "locking the run's folder", world.rank == 0, own)[0]
+        assert found is not None
         _refuse_apart(world, folder)
-        start = _Start(begin, step, last)
-        return _session(config, start, compile, watcher, trace, world, folder, stopping, owned)
+        start = _Start(begin, step, found[1])
+        return _session(found[0], start, compile, watcher, trace, world, folder, stopping, owned)
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,17 @@ class _Start:
     begin: Begin
     step: int | None
     last: Checkpoint | None
+
+
+def _with_stored_heldout(config: TrainConfig, last: Checkpoint | None) -> TrainConfig:
+    if last is None or config.data.heldout is not None:
+        return config
+    try:
+        stored = read_extra(last.path)["user"]["mini_batches"]
+    except Exception:  # `load` reports damage
+        return config
+    heldout = stored.get("members", [stored])[0]["heldout"]
+    return config if heldout == config.held_out else replace(config, data=replace(config.data, heldout=heldout))
 
 
 def _refuse_apart(world: World, folder: RunFolder) -> None:
@@ -385,6 +398,7 @@ def _join_run(
     folder: RunFolder,
     stopping: Requests,
 ) -> RunOutcome:
+    config = _with_stored_heldout(config, folder.last())
     tokens = open_tokens(config, prepare(config))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)

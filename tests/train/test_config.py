@@ -37,6 +37,15 @@ def test_saved_config_reads_back_as_its_equal(tmp_path: Path) -> None:
     assert resolved["data"]["text_field"] == "text"
 
 
+def test_documents_are_held_out_by_default_only_if_the_run_evaluates_on_them(tmp_path: Path) -> None:
+    file = write(tmp_path, {"data.heldout": None})
+    sets = "data.evaluation={other: {paths: [other.txt]}}"
+    assert TrainConfig.load(file).held_out == 0.01
+    assert TrainConfig.load(file, ["evaluate_every=0"]).held_out == 0.0
+    assert TrainConfig.load(file, [sets]).held_out == 0.0
+    assert TrainConfig.load(file, ["evaluate_every=0", "data.heldout=0.1"]).held_out == 0.1
+
+
 def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
     config = TrainConfig.load(write(tmp_path, {}), ["check=off"])
     assert config.check == "off"

@@ -16,7 +16,7 @@ import hydragraph as hg
 from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.cluster.processes.stop_requests import Stopping
 from hydragraph.spec.record import from_record
-from hydragraph.train import run_saving, step_reporting
+from hydragraph.train import loop, run_saving, step_reporting
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare
 from hydragraph.train.loop import train
@@ -253,6 +253,17 @@ def test_resuming_says_where_and_what_the_config_changes(tmp_path: Path) -> None
     watched = Watched()
     train(config(tmp_path, steps=7, optimizer=optimizer, max_grad_norm=None), "resume", compile_plain, watched)
     assert watched.notes[0].endswith("step-00000007")
+
+
+def test_a_resumed_run_holds_out_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "read_extra", lambda path: {"user": torch.load(path / "state.pt")[2]})
+    train(config(tmp_path, evaluate_every=0), "new", compile_plain, Watched())
+    unset = {**settings(tmp_path)["data"], "heldout": None}
+    watched = Watched()
+    outcome = train(config(tmp_path, steps=7, evaluate_every=0, data=unset), "resume", compile_plain, watched)
+    assert outcome.history[-1].step == 7
+    assert TrainConfig.load(outcome.folder.config).data.heldout == 0.2
+    assert watched.notes[-1].endswith("changed settings: steps 6 -> 7")
 
 
 def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
