@@ -161,6 +161,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         }
         self._budget = tokens
         self._seed = seed
+        self._split_seed = split_seed
         self._epoch = self._position = 0
         self._order = self._epoch_order(0)
 
@@ -173,14 +174,15 @@ class MiniBatches(Iterator[list[Drawn]]):
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield mini-batches with every chunk once, in file order, without advancing the endless stream."""
+        """Yield mini-batches with every chunk once, in random order, without advancing the endless stream."""
         return ([self.read(chunk) for chunk in chunks] for chunks in self.single_pass_chunks())
 
     def single_pass_chunks(self) -> Iterator[list[int]]:
         chosen: list[int] = []
         room = self._budget
         units = self.chunks.lengths.reshape(-1, self._together)
-        for unit, length in enumerate(units.sum(1).tolist()):
+        for unit in _shuffle(len(units), _SPLIT_STREAM, self._split_seed).tolist():
+            length = int(units[unit].sum())
             if length > room:
                 yield chosen
                 chosen = []
