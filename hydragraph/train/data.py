@@ -115,19 +115,25 @@ def _shared_files(config: TrainConfig) -> Iterator[str]:
         trained.update(dict.fromkeys(files, name) if training else {})
 
 
-def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
-    most = config.data.max_length
-    for i, file in enumerate(tokens.files if config.objective is not None else ()):
-        where = f" of data.mixture[{i}]" if config.data.mixture else ""
-        longer = int((file.lengths > most).sum())
-        kept = sum(len(_training_stream(config, i, file, split).chunks) for split in _splits(config))
-        if out := (len(file) - kept) // 2:
-            yield (
-                f"{out:,} of {len(file) // 2:,} pairs{where} are skipped: with data.max_length {most}, an answer "
-                f"{'has no tokens after its prompt' if config.data.overlong == 'cut' else 'does not fit'}"
-            )
-        if longer and config.data.overlong == "cut":
-            yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and are truncated"
+def length_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
+    most, cut = config.data.max_length, config.data.overlong == "cut"
+    size, name, one = (1, "documents", "a document") if config.objective is None else (2, "pairs", "an answer")
+    files = (*tokens.files, *(tokens.evaluation.values() if config.evaluates else ()))
+    for i, (where, file) in enumerate(zip(_named(config.data), files, strict=False)):
+        if cut and not file.targeted:
+            continue
+        if i < len(tokens.files):
+            streams = [_training_stream(config, i, file, split) for split in _splits(config)]
+        else:
+            streams = [_stream(config, config.data.evaluation[where.removeprefix("data.evaluation.")], file)]
+        kept = len(set().union(*(stream.chunks.documents.tolist() for stream in streams)))
+        of = f" of {where}" if len(files) > 1 else ""
+        if out := (len(file) - kept) // size:
+            why = "has no targets" if cut else "does not fit"
+            yield f"{out:,} of {len(file) // size:,} {name}{of} are skipped: with data.max_length {most}, {one} {why}"
+        if cut and (longer := int((file.lengths > most).sum())):
+            what, done = ("documents", "cut") if size == 1 else ("answers", "truncated")
+            yield f"{longer:,} of {len(file):,} {what}{of} are longer than data.max_length, and are {done}"
 
 
 def _splits(config: TrainConfig) -> tuple[Split, ...]:

@@ -42,9 +42,9 @@ from hydragraph.train.data import (
     data_remarks,
     evaluation_batches,
     evaluation_streams,
+    length_remarks,
     mini_batches,
     open_tokens,
-    pair_remarks,
     parts_of_epochs,
     prepare,
     steps_of,
@@ -301,7 +301,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
     config = prepared.config
     yield from data_remarks(config)
-    yield from pair_remarks(config, prepared.tokens)
+    yield from length_remarks(config, prepared.tokens)
     yield from remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
 
 

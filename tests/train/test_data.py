@@ -23,6 +23,7 @@ from hydragraph.train.data import (
     data_remarks,
     evaluation_batches,
     known_vocabulary,
+    length_remarks,
     mini_batches,
     open_tokens,
     prepare,
@@ -310,6 +311,21 @@ def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
         drawn.append(sum(stream.skip()))
     assert sum(drawn[:-1]) < 2.5 * stream.tokens <= sum(drawn)
     assert steps_of(config(tmp_path), stream) == 6
+
+
+def test_documents_that_are_skipped_or_cut_are_remarked(tmp_path: Path) -> None:
+    long = [{**turn, "content": str(turn["content"]) * 9} for turn in CHAT[0]]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in (CHAT[1], long, long)))
+    held = {"held": {"paths": [chat_file(tmp_path, "held.jsonl")]}}
+    length = {"vocab_size": 320, "max_length": 96, "heldout": None}
+    run = config(tmp_path, paths=[str(tmp_path / "chat.jsonl")], evaluation=held, **length)
+    for overlong, end in (
+        ("cut", "are longer than data.max_length, and are cut"),
+        ("drop", "are skipped: with data.max_length 96, a document does not fit"),
+    ):
+        changed = replace(run, data=replace(run.data, overlong=overlong))
+        tokens = open_tokens(changed, prepare(changed))
+        assert list(length_remarks(changed, tokens)) == [f"2 of 3 documents of data.paths {end}"]
 
 
 def test_the_first_samples_of_each_corpus_are_read(tmp_path: Path) -> None:
