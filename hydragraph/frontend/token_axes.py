@@ -76,7 +76,9 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         given: number of the graph's inputs, which are its last placeholders.
     """
     rows: dict[fx.Node, Rows] = {}
-    bounds = _bounds(graph, tokens, given)
+    # Values that depend on the packing but not on single tokens.
+    placeholders = placeholders_of(graph)
+    bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
     routing = Routing(rows, tokens)
     for node in graph.graph.nodes:
         dims = token_dims(node, tokens)
@@ -87,17 +89,19 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
                 return str(teller.target), _ROUTED
-        if node.op != "call_function" or not isinstance(first_tensor(node), Tensor) or node.target in LOSSES:
+        if node.op != "call_function" or node.target in LOSSES:
             continue
-        if routing.follow(node):
+        packed = any(n in bounds for n in _read(node))
+        with_tokens = [n for n in _read(node) if n in rows]
+        if packed and not with_tokens:
+            bounds.add(node)
+        if not isinstance(first_tensor(node), Tensor) or routing.follow(node):
             continue
-        meets = any(n in rows for n in node.all_input_nodes) and any(n in bounds for n in node.all_input_nodes)
-        if meets and node.target not in ALONG_SEQUENCES | DRAWN:
+        if packed and with_tokens and node.target not in ALONG_SEQUENCES | DRAWN:
             return str(node.target), _PACKED
         why = _problem(node, rows, routing, dims, tokens)
         if why is not None:
             return why if isinstance(why, tuple) else (str(node.target), why)
-        with_tokens = [n for n in _read(node) if n in rows]
         if with_tokens:
             attends = node.target in ALONG_SEQUENCES
             seen = viewed(node, rows, dims[0], tokens) if node.target in RESHAPES else None
@@ -106,21 +110,9 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    if node.target in MADE:
-        return []
+    if node.target in MADE and node.target is not aten.sym_size.int:
+        return [n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor)]
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
-
-
-def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
-    """Return the nodes whose values depend on the packing but not on single tokens."""
-    placeholders = placeholders_of(graph)
-    bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
-    for node in graph.graph.nodes:
-        from_bounds = node.op == "call_function" and any(n in bounds for n in node.all_input_nodes)
-        reads = node.target not in MADE or node.target is aten.sym_size.int
-        if from_bounds and reads and not any(token_dims(n, tokens) for n in (node, *node.all_input_nodes)):
-            bounds.add(node)
-    return bounds
 
 
 def _problem(

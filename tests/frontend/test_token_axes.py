@@ -7,11 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from hydragraph.frontend.functional_graph import export, functional_graph
+from hydragraph.frontend.token_axes import mixing
+from hydragraph.ir.graph_data import placeholders_of, value_of
+from hydragraph.private.tracing import symbol_name
 from tests.frontend.test_token_order import WIDTH, found
 
 Along = Callable[[Tensor, int], Tensor]
+Packed = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def numbers(x: Tensor) -> Tensor:
@@ -84,3 +89,45 @@ def test_an_operator_along_a_dimension_mixes_tokens_where_they_stand_along_it(na
 @pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}])
 def test_a_convolution_that_moves_elements_is_refused(options: dict[str, int]) -> None:
     assert found(lambda _, x: F.conv1d(x.mT, matrix(x)[..., None], **options).mT) is not None  # type: ignore[call-overload]
+
+
+class Given(nn.Module):
+    """A function of x [T, 8], cu_seqlens and max_length."""
+
+    def __init__(self, compute: Packed) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_length: Tensor) -> Tensor:
+        return self.compute(x, cu_seqlens, max_length)
+
+
+def found_with_bounds(compute: Packed) -> str | None:
+    """Return what may depend on the other sequences of a row."""
+    batch = torch.zeros(7, WIDTH), torch.zeros(5, dtype=torch.int32), torch.tensor(4)
+    batch = tuple(value.to("meta") for value in batch)  # type: ignore[assignment]
+    sizes = ({0: torch.export.Dim("T", min=3, max=1 << 20)}, {0: torch.export.Dim("N", min=3, max=1 << 20)}, None)
+    graph, _ = functional_graph(export(Given(compute).to("meta"), batch, sizes, "test"), "test")
+    symbol = symbol_name(value_of(placeholders_of(graph)[-3]).shape[0])
+    assert symbol is not None
+    problem = mixing(graph, symbol, 3)
+    return problem and problem[1]
+
+
+def far(value: Tensor) -> Tensor:
+    """Return 0 for all values that a numeric check would try."""
+    return F.relu(value - 1e4)
+
+
+BY_THE_ROW: dict[str, Packed] = {
+    "the longest sequence": lambda x, cu, longest: x * far(longest),
+    "the longest sequence for every token": lambda x, cu, longest: x * far(longest).expand(x.shape[0], 1),
+    "the longest sequence repeated": lambda x, cu, longest: x * far(longest).repeat(x.shape[0], 1),
+    "zeros and the longest sequence": lambda x, cu, longest: x * far(torch.zeros_like(x) + longest),
+    "the sum of bounds": lambda x, cu, longest: x * far(cu.sum()),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_ROW)
+def test_what_depends_on_the_row_is_found_behind_a_threshold(name: str) -> None:
+    assert found_with_bounds(BY_THE_ROW[name]) is not None
