@@ -91,7 +91,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
                 return str(teller.target), _ROUTED
         if node.op != "call_function" or node.target in LOSSES:
             continue
-        packed = any(n in bounds for n in _read(node))
+        packed = any(n in bounds for n in _read(node)) or _has_other_sizes(node, tokens)
         with_tokens = [n for n in _read(node) if n in rows]
         if packed and not with_tokens:
             bounds.add(node)
@@ -110,7 +110,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    if node.target in MADE and node.target is not aten.sym_size.int:
+    if node.target in MADE:
         return [n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor)]
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
@@ -152,6 +152,13 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _is_size(node: fx.Node, tokens: str) -> bool:
     value = value_of(node)
     return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
+
+
+def _has_other_sizes(node: fx.Node, tokens: str) -> bool:
+    """Return whether a value is or has a size that does not only depend on the number of tokens."""
+    value = first_tensor(node)
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(symbols_in(s) - {tokens} for s in sizes if isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool))
 
 
 def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:

@@ -77,7 +77,7 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
 
 
-def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
+def symbols_in(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> set[str]:
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 

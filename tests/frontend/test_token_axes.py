@@ -124,6 +124,9 @@ BY_THE_ROW: dict[str, Packed] = {
     "the longest sequence for every token": lambda x, cu, longest: x * far(longest).expand(x.shape[0], 1),
     "the longest sequence repeated": lambda x, cu, longest: x * far(longest).repeat(x.shape[0], 1),
     "zeros and the longest sequence": lambda x, cu, longest: x * far(torch.zeros_like(x) + longest),
+    "the number of sequences": lambda x, cu, longest: x * far(torch.ones_like(cu).sum()),
+    "sequences of a constant": lambda x, cu, longest: x * far(numbers(x)[:1].expand_as(cu).sum()),
+    "each token as often as sequences": lambda x, cu, longest: far(x[..., None].expand(-1, -1, cu.shape[0]).sum(-1)),
     "the sum of bounds": lambda x, cu, longest: x * far(cu.sum()),
 }
 
