@@ -18,7 +18,7 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.graph_node import ALONG_SEQUENCES, DRAWN, dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
-from hydragraph.private.operator_schemas import argument_of, aten_operators
+from hydragraph.private.operator_schemas import argument_of, arguments_of, aten_operators
 from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
@@ -64,6 +64,7 @@ _MIXES = "may mix the tokens of packed sequences"
 COUNTS = "counts the tokens of a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
 _ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"
+_OF_BATCH = ("cu_seqlens", "max_length", "keys", "block")  # arguments of the project's operators
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
@@ -91,13 +92,13 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
                 return str(teller.target), _ROUTED
         if node.op != "call_function" or node.target in LOSSES:
             continue
-        packed = any(n in bounds for n in _read(node)) or _has_other_sizes(node, tokens)
+        packed = any(n in bounds for n in _data(node)) or _has_other_sizes(node, tokens)
         with_tokens = [n for n in _read(node) if n in rows]
         if packed and not with_tokens:
             bounds.add(node)
         if not isinstance(first_tensor(node), Tensor) or routing.follow(node):
             continue
-        if packed and with_tokens and node.target not in ALONG_SEQUENCES | DRAWN:
+        if packed and with_tokens:
             return str(node.target), _PACKED
         why = _problem(node, rows, routing, dims, tokens)
         if why is not None:
@@ -113,6 +114,13 @@ def _read(node: fx.Node) -> list[fx.Node]:
     if node.target in MADE:
         return [n for n in node.all_input_nodes if not isinstance(value_of(n), Tensor)]
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
+
+
+def _data(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that an operator computes with, without the bounds and keys that it may have."""
+    if node.target not in ALONG_SEQUENCES | DRAWN:
+        return _read(node)
+    return [a.value for a in arguments_of(node) if isinstance(a.value, fx.Node) and a.name not in _OF_BATCH]
 
 
 def _problem(

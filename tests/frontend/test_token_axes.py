@@ -114,6 +114,12 @@ def found_with_bounds(compute: Packed) -> str | None:
     return problem and problem[1]
 
 
+def attended(x: Tensor, cu: Tensor, longest: Tensor, **changed: Tensor) -> Tensor:
+    q = x.view(-1, 2, 4)
+    given = {"q": q, "k": q, "v": q, "cu_seqlens": cu, "max_length": longest, "causal": True, "scale": 0.5} | changed
+    return torch.ops.hydragraph.varlen_attention(**given)[0].flatten(1)  # type: ignore[no-any-return]
+
+
 def far(value: Tensor) -> Tensor:
     """Return 0 for all values that a numeric check would try."""
     return F.relu(value - 1e4)
@@ -127,6 +133,8 @@ BY_THE_ROW: dict[str, Packed] = {
     "the number of sequences": lambda x, cu, longest: x * far(torch.ones_like(cu).sum()),
     "sequences of a constant": lambda x, cu, longest: x * far(numbers(x)[:1].expand_as(cu).sum()),
     "each token as often as sequences": lambda x, cu, longest: far(x[..., None].expand(-1, -1, cu.shape[0]).sum(-1)),
+    "the attention sink": lambda x, cu, longest: attended(x, cu, longest, sink=far(longest).expand(2)),
+    "a value for every token": lambda x, cu, longest: attended(x, cu, longest, v=(x * 0 + longest).view(-1, 2, 4)),
     "the sum of bounds": lambda x, cu, longest: x * far(cu.sum()),
 }
 
@@ -134,3 +142,8 @@ BY_THE_ROW: dict[str, Packed] = {
 @pytest.mark.parametrize("name", BY_THE_ROW)
 def test_what_depends_on_the_row_is_found_behind_a_threshold(name: str) -> None:
     assert found_with_bounds(BY_THE_ROW[name]) is not None
+
+
+def test_attention_may_read_the_bounds_and_nothing_else_of_the_row() -> None:
+    assert found_with_bounds(attended) is None
+    assert found_with_bounds(lambda x, cu, longest: attended(x, cu, longest, sink=numbers(x)[:2])) is None
