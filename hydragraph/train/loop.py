@@ -21,6 +21,7 @@ from hydragraph.checkpoint.save_and_load import read_extra
 from hydragraph.checkpoint.shared_directory import leave_mark, see
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, apart, join
+from hydragraph.cluster.processes.restart_cache import keep, kept
 from hydragraph.cluster.processes.stop_requests import Requests, Stopping
 from hydragraph.cluster.rendezvous.member import CALLED, comes_late, elastic, here
 from hydragraph.cluster.rendezvous.protocol import ALL_LEAVE
@@ -399,7 +400,7 @@ def _join_run(
     stopping: Requests,
 ) -> RunOutcome:
     config = _with_stored_heldout(config, folder.last())
-    tokens = open_tokens(config, prepare(config))
+    tokens = open_tokens(config, kept("data", "data", lambda: prepare(config)))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
     else:
@@ -594,6 +595,8 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))
     tokens = open_tokens(config, prepare(config))
+    if reads:  # the files may change before a rank joins
+        keep(tokens.directory, "data", "data")
     fingerprints = world.gather(tokens.fingerprint)
     if len(set(fingerprints)) > 1:
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hydragraph as hg
 from hydragraph.checkpoint.standalone_reader import read_weights
+from hydragraph.cluster.launch import apart
+from hydragraph.cluster.processes.rank_process import KEPT
 from hydragraph.cluster.processes.stop_requests import Stopping
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop, run_saving, step_reporting
@@ -54,6 +57,21 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
         "step-00000004",
         "step-00000006",
     ]
+
+
+def test_a_rank_that_joins_reads_the_data_as_it_was_when_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = config(tmp_path)
+    (tmp_path / "kept").mkdir(0o700)
+    monkeypatch.setenv(KEPT, str(tmp_path / "kept"))
+    began = loop.shared_tokens(given, apart("cpu"), Watched())
+    (Path(given.data.paths[0]) / "more.txt").write_text("text that was added during the run")
+    assert prepare(given) != began.directory
+    nothing: Any = None
+    with mock.patch.object(loop._RunInputs, "of", side_effect=TimeoutError) as of, pytest.raises(TimeoutError):
+        loop._join_run(given, nothing, nothing, nothing, nothing, nothing)
+    assert of.call_args.args[1].fingerprint == began.fingerprint
 
 
 class Expecting(PlainExecutor):
