@@ -319,13 +319,17 @@ class Supervisor:
         if member.rank in current:
             generation = prefix(self._record.orders.confirmed)
             announce_death(self._store, current.index(member.rank), how, generation)
-        if isinstance(outcome, Raised) and self._would_come_again(member, outcome):
+        again = isinstance(outcome, Raised) and self._would_come_again(member, outcome)
+        if again and (member.rank in current or not self._held):
             self._fatal_at = time.monotonic() + _GRACE_S
             return
         _LOG.warning("process %d, in seat %d, is lost: %s", member.rank, self._seats[member.rank], how)
         self._lost = [*(other for other in self._lost if other.rank != member.rank), member]
         self._forget(member)
-        self._plan_replacement(member)
+        if again:  # the other ranks have all state
+            self._empty.add(self._seats[member.rank])
+        else:
+            self._plan_replacement(member)
 
     def _would_come_again(self, member: RankHandle, outcome: Raised) -> bool:
         if isinstance(rebuilt(member.rank, outcome), AGAIN):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hydragraph.cluster.processes.launched_ranks import AbsentProcess, NotStarted, RankHandle
-from hydragraph.cluster.processes.rank_process import Returned
+from hydragraph.cluster.processes.rank_process import Returned, raised
 from hydragraph.cluster.supervision import supervisor as supervisors
 from hydragraph.cluster.supervision.supervisor import Supervisor
 from hydragraph.errors import RankFailure
@@ -81,6 +82,22 @@ def test_a_launch_none_of_whose_processes_can_be_started_says_why(store: Any) ->
     with pytest.raises(RankFailure, match=r"could not be started: .*Resource temporarily unavailable"):
         supervisor.results()
     assert starts.counts == {0: 3}
+
+
+@pytest.mark.parametrize(("current", "held", "ends"), [((0,), True, False), ((0, 1), True, True), ((), False, True)])
+def test_an_error_that_would_recur_ends_the_run_only_if_its_rank_holds_state(
+    store: Any, current: tuple[int, ...], held: bool, ends: bool
+) -> None:
+    supervisor = Supervisor(Starts(broken=-1, fails=0, returns=0), store, 2, Elastic(min_ranks=1))
+    supervisor._start(0, late=False)
+    supervisor._start(1, late=True)
+    supervisor._record = replace(supervisor._record, formed={0: current})
+    supervisor._held = held
+    supervisor.crew[1].outcome = raised(ValueError("the data changed"))
+    supervisor._ended(supervisor.crew[1])
+    assert (supervisor._fatal_at is not None) == ends
+    assert supervisor._empty == (set() if ends else {1})
+    assert not supervisor._waiting
 
 
 def test_a_new_leader_saves_its_record_although_the_newest_member_is_lost(store: Any) -> None:
