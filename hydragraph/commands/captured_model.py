@@ -99,7 +99,9 @@ def costs_of_run(
     )
 
 
-def run_assignment(costs: Costs, strategy: Strategy, lengths: Sequence[int], known: bool) -> Assignment:
+def run_assignment(
+    config: TrainConfig, costs: Costs, strategy: Strategy, lengths: Sequence[int], known: bool
+) -> Assignment:
     """Assign a mini-batch's sequences to pipelines and micro-batches, as a run does.
 
     Args:
@@ -108,7 +110,8 @@ def run_assignment(costs: Costs, strategy: Strategy, lengths: Sequence[int], kno
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign
 
+    assignment = assign(strategy, lengths)
     with suppress(Unsupported):
         if known:
-            return compare_pipelines([costs.pipelines(strategy)], lengths).assignment
-    return assign(strategy, lengths)
+            assignment = compare_pipelines([costs.pipelines(strategy)], lengths).assignment
+    return assignment.one_by_one if config.deterministic else assignment

@@ -248,12 +248,12 @@ def _step(config: TrainConfig, costs: Costs, strategy: Strategy, lengths: Path |
     longest = config.data.max_length
     tokens = config.data.tokens_per_step
     if lengths is None:
-        return run_assignment(costs, strategy, [longest] * -(-tokens // longest), known)
+        return run_assignment(config, costs, strategy, [longest] * -(-tokens // longest), known)
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.train.plan_input import read_lengths
 
     data = [min(n, longest) for n in read_lengths(lengths)]
-    return run_assignment(costs, strategy, mini_batches(data, tokens, 1, 0)[0], known)
+    return run_assignment(config, costs, strategy, mini_batches(data, tokens, 1, 0)[0], known)
 
 
 def _memory_table(fitting: MemoryFit) -> Table:

@@ -224,7 +224,7 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
 
         data = [min(n, config.data.max_length) for n in read_lengths(step.lengths)]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
-        return run_assignment(costs, strategy, batch, known)
+        return run_assignment(config, costs, strategy, batch, known)
     length = step.tokens or config.data.max_length
     sequences = step.sequences or -(-config.data.tokens_per_step // length)
     size = step.micro_batch or 1
@@ -234,7 +234,7 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
         counts = share(costs, strategy, length, -(-sequences // size), size)
     else:
         strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
-        return run_assignment(costs, strategy, [length] * sequences, known)
+        return run_assignment(config, costs, strategy, [length] * sequences, known)
     return Assignment.even(counts, length, size)
 
 

@@ -593,6 +593,8 @@ class TrainConfig:
                 "deterministic cannot be combined with backend 'inductor', whose code depends on the sizes of earlier "
                 "batches: set backend to 'eager'"
             )
+        if self.deterministic and self.backend is None:
+            self._set("backend", "eager")
         if self.deterministic and self.push_dtype != "float32":
             raise ValueError(f"push_dtype is {self.push_dtype}, which is not deterministic: leave push_dtype out")
 

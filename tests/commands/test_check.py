@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from hydragraph.commands.captured_model import run_assignment
 from hydragraph.data import tokenizer
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.config import TrainConfig
 from tests.commands.tiny import LOPSIDED, run, write
 from tests.thorough import thorough
 
@@ -41,6 +46,15 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert little.exit_code == 1, little.output
     assert "DOES NOT FIT" in little.stdout
     assert "more ranks" in " ".join(little.stdout.split()) or "more" in little.stdout
+
+
+def test_a_deterministic_run_is_checked_as_it_trains(tmp_path: Path) -> None:
+    """It runs operator by operator, and each sequence by itself."""
+    config = TrainConfig.load(write(tmp_path, deterministic=True, device="cuda"))
+    assert config.backend == "eager"
+    strategy = Strategy.parse("<tp1,pp1>", 2)
+    with mock.patch("hydragraph.planner.quick_plan.assign", return_value=Assignment((((0, 1),),), (8, 9))):
+        assert run_assignment(config, mock.Mock(), strategy, [8, 9], known=False).counts == (2,)
 
 
 def test_gpus_of_an_architecture_are_predicted_without_one(tmp_path: Path) -> None:
