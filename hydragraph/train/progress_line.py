@@ -136,14 +136,16 @@ def evaluation_text(metrics: Metrics) -> str:
     """Return the losses of a step's evaluation, such as "held out 2.1034 (perplexity 8.194)"."""
     losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
     return ", ".join(
-        f"{'held out' if name == 'heldout' else name} {loss:.4f} ({_beside(metrics, name, loss)})"
+        f"{'held out' if name == 'heldout' else name} {loss:.4f}{_beside(metrics, name, loss)}"
         for name, loss in losses.items()
     )
 
 
 def _beside(metrics: Metrics, name: str, loss: float) -> str:
     figures = metrics.eval_pairs.get(name)
-    return f"perplexity {perplexity(loss):.4g}" if figures is None else f"accuracy {figures['accuracy']:.0%}"
+    if figures is not None:
+        return f" (accuracy {figures['accuracy']:.0%})"
+    return "" if metrics.smoothed else f" (perplexity {perplexity(loss):.4g})"
 
 
 def duration_text(seconds: float) -> str:

@@ -49,6 +49,7 @@ class Metrics:
         comparison: text that compares expected and measured step times, set on one step per plan; earlier versions
             named it `beside`.
         plan: explanation of the plan, on the first step of a session with `strategies: auto`.
+        smoothed: whether targets are smoothed, so that losses have no perplexity.
     """
 
     step: int
@@ -76,6 +77,7 @@ class Metrics:
     eval_pairs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     time: str = ""
     plan: tuple[str, ...] = ()
+    smoothed: bool = False
     comparison: str = ""
 
     @property
@@ -94,7 +96,9 @@ class Metrics:
 
     @property
     def perplexities(self) -> dict[str, float]:
-        return {} if self.pairs else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
+        return (
+            {} if self.pairs or self.smoothed else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
+        )
 
     @property
     def by_set(self) -> dict[str, float]:

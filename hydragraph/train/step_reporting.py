@@ -52,6 +52,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
         time=now(),
         plan=() if run.log.written else run.executor.planning.explanation,
         comparison="" if comparison is None else str(comparison),
+        smoothed=config.label_smoothing > 0,
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)

@@ -23,6 +23,7 @@ from hydragraph.train import loop, run_saving, step_reporting
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare
 from hydragraph.train.loop import train
+from hydragraph.train.progress_line import evaluation_text
 from hydragraph.train.run_folder import Checkpoint
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers import expected_seconds
@@ -447,6 +448,12 @@ def test_patience_counts_on_in_a_resumed_run(tmp_path: Path) -> None:
     train(run, "new", compile_losses(losses), watched, stopping=watched.stopping)
     resumed = train(run, "resume", compile_losses(losses, 3), Watched())
     assert [m.step for m in resumed.history] == [1, 2, 3, 4]
+
+
+def test_a_smoothed_loss_has_no_perplexity(tmp_path: Path) -> None:
+    last = train(config(tmp_path, steps=3, label_smoothing=0.1), "new", compile_plain, Watched()).history[-1]
+    assert last.perplexities == {}
+    assert evaluation_text(last) == f"held out {last.eval_loss:.4f}"
 
 
 def test_the_best_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> None:
