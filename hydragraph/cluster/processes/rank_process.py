@@ -159,10 +159,11 @@ def _allow_many_files() -> None:
 def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
     if seat.log_level is not None:
         log.show(seat.log_level)
+    gc.freeze()  # garbage collection of imported objects would copy their memory pages
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
-    gc.freeze()  # garbage collection of imported objects would copy their memory pages
+    gc.freeze()
     return function, args
 
 

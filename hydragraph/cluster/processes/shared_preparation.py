@@ -6,6 +6,7 @@ A process that has run autograd has threads, so it cannot be forked. Ranks map t
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import time
@@ -100,6 +101,7 @@ def _prepare(
         if log_level is not None:
             log.show(log_level)
         function, _ = pickle.loads(prepare)
+        gc.freeze()  # as in a rank
         file.write(function())
         outcome: Returned | Raised = Returned(b"")
     except BaseException as error:

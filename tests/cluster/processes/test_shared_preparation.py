@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -32,6 +33,7 @@ def weights() -> dict[str, torch.Tensor]:
     """Return two names of one tensor, after a backward, and note that this was called, and where."""
     with Path(os.environ[CALLS]).open("a") as calls:
         calls.write(f"{os.getpid()} ")
+    assert gc.get_freeze_count(), "garbage collection copies the server's memory"
     weight = torch.ones(4, requires_grad=True)
     (weight * 2).sum().backward()
     values = weight.detach() + 2
