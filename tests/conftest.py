@@ -11,6 +11,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" /
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 
 import functools
+import gc
 import multiprocessing
 import signal
 import threading
@@ -26,6 +27,8 @@ from hydragraph.cluster import launch
 from hydragraph.frontend.check import check_once
 from tests.spent import Spent
 from tests.thorough import mark_others
+
+gc.disable()  # until all tests are imported
 
 check_once.AUTO = (
     "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
@@ -68,4 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of the whole system first: they take longest, and none should be left alone at the end."""
     mark_others(items, whole=not any("::" in argument for argument in config.args))
+    gc.freeze()  # else every full collection would visit all imported modules, for a second
+    gc.enable()
     items.sort(key=lambda item: item.path.parent not in (Path(__file__).parent, Path(__file__).with_name("engine")))
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # the interpreter's end frees them, and nanobind would list those left
