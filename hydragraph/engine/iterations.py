@@ -227,6 +227,8 @@ class IterationRunner(CollectiveCalls):
             if purpose == "train" and self._session.optimizer is not None:
                 check_hooks(self._session.optimizer)
             self._compiled.state.check()
+            if purpose not in ("train", "gradients"):
+                self._compiled.state.refuse_evaluation()
         except Exception as error:
             refused = error
         accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)

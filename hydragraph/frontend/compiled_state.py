@@ -205,12 +205,19 @@ class CompiledState:
         named = list(model.named_modules())
         if isinstance(loss, nn.Module):
             named += [(f"loss.{name}".rstrip("."), module) for name, module in loss.named_modules()]
+        self._reads_training = model.training and readers.depends_on_training(())  # dropout aside
         own = readers.depends_on_training([m for _, m in named if library_of(type(m)) is None])
         self._modules = [_Module.of(name, module, _depends_on_training(module, own)) for name, module in named]
         for name, module in named:
             self._add_attributes(name or type(module).__name__, module, readers)
         self._add_loss(loss, readers)
         self._add_code(readers)
+
+    def refuse_evaluation(self) -> None:
+        if self._reads_training:
+            what = "the code of the model or loss reads `training`, but compiled graphs compute as in training"
+            remedy = "compute the same in both modes, or evaluate the model outside hydragraph"
+            raise Unsupported(what, where="evaluate", remedy=remedy)
 
     def check(self) -> None:
         if list(global_hooks()) != self._hooks:

@@ -223,6 +223,23 @@ class Subclass(LlamaForCausalLM):
         return super().forward(*arguments, **keywords)
 
 
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 if self.training else x
+
+
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1, self.training)
+
+
+def test_an_evaluation_refuses_code_that_reads_the_mode() -> None:
+    with pytest.raises(Unsupported, match="evaluate: the code of the model or loss reads `training`"):
+        CompiledState(Halved(), None, {}).refuse_evaluation()
+    for model in (Halved().eval(), Dropping(), nn.Dropout(0.1)):
+        CompiledState(model, None, {}).refuse_evaluation()
+
+
 def test_what_only_the_code_of_a_base_class_reads_is_compared() -> None:
     scaled = Scaled(4)
     state = CompiledState(nn.Sequential(scaled), None, {})
