@@ -19,7 +19,16 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.token_axes import COUNTS, LOSSES, MADE, RESHAPES, first_tensor, keeps, symbolic_dims
+from hydragraph.frontend.token_axes import (
+    COUNTS,
+    LOSSES,
+    MADE,
+    RESHAPES,
+    first_tensor,
+    keeps,
+    sizes_read,
+    symbolic_dims,
+)
 from hydragraph.frontend.token_order import ARANGES, SAME, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
@@ -78,8 +87,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes
-        sizes = [n for n in inputs if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
-        if any(n in sizes for n in node.args) and (is_pointwise(node) or node.target in MADE):
+        if node.target not in ARANGES and sizes_read(node):
             return f"{node.target} {_SIZED}"
         if any(n in totals for n in inputs):
             if any(_has_rows(n) or n in from_bounds for n in inputs) or not stays_a_sum(node, totals):

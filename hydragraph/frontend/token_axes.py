@@ -65,6 +65,7 @@ COUNTS = "counts the tokens of a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
 _ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"
 _OF_BATCH = ("cu_seqlens", "max_length", "keys", "block")  # arguments of the project's operators
+_SIZES = ("size", "sizes", "shape", "repeats", "output_size")
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
@@ -131,13 +132,14 @@ def _problem(
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
     if teller is not None:
         return (str(teller.target), COUNTS) if teller.target in ARANGES else _ROUTED
-    scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
-    if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
+    # Without tokens, a value of size T may count them.
+    sized = not with_tokens and (bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes))
+    if sized and not (from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)):
+        return COUNTS
+    if any(_is_size(n, tokens) for n in sizes_read(node)):
         return "computes with the number of tokens of a packed row"
-    if not with_tokens:  # then a value of size T may count tokens
-        sized = bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes)
-        uniform = from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)
-        return COUNTS if sized and not uniform else None
+    if not with_tokens:
+        return None
     orders = {rows[n].order for n in with_tokens}
     if node.target in ALONG_SEQUENCES:
         return None if orders == {1} else _ROUTED
@@ -155,6 +157,15 @@ def _is_pointwise(node: fx.Node) -> bool:
     if node.target in _POINTWISE_LOSSES:
         return bool(argument_of(node, "reduction") == 0)  # "none"
     return is_pointwise(node)
+
+
+def sizes_read(node: fx.Node) -> list[fx.Node]:
+    """Return the symbolic numbers that an operator reads other than as sizes of its result."""
+    if node.target is aten.slice.Tensor and str(shape(node)) == str(shape(operands(node)[0])):  # x[-T:]
+        return []
+    read: list[fx.Node] = []
+    fx.map_arg([a.value for a in arguments_of(node) if a.name not in _SIZES], read.append)
+    return [n for n in read if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:
@@ -210,7 +221,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target is aten.index.Tensor:
         indices = [(d, i) for d, i in enumerate(arguments[1]) if i is not None]
         return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
-    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # a slice of all elements, such as x[-T:]
+    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):
         return bool(argument_of(node, "step") == 1)
     if target is aten.select_scatter.default:  # the second operand has no dimension `at`
         at = arguments[2] % ndim

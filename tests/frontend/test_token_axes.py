@@ -135,6 +135,15 @@ BY_THE_ROW: dict[str, Packed] = {
     "each token as often as sequences": lambda x, cu, longest: far(x[..., None].expand(-1, -1, cu.shape[0]).sum(-1)),
     "the attention sink": lambda x, cu, longest: attended(x, cu, longest, sink=far(longest).expand(2)),
     "a value for every token": lambda x, cu, longest: attended(x, cu, longest, v=(x * 0 + longest).view(-1, 2, 4)),
+    "tokens as a new value": lambda x, cu, longest: x * (1 + x.new_full((1,), x.shape[0] // 512)),
+    "tokens as a new value like another": lambda x, cu, longest: x * torch.full_like(numbers(x), x.shape[0] // 512),
+    "tokens as a value": lambda x, cu, longest: x + torch.full((1,), x.shape[0] // 512, device=x.device),
+    "tokens as an option": lambda x, cu, longest: torch.add(x, x, alpha=x.shape[0] // 512 + 2),
+    "tokens as a limit": lambda x, cu, longest: x.clamp(max=x.shape[0]),
+    "tokens as a shift": lambda x, cu, longest: x * numbers(x).roll(x.shape[0] // 512),
+    "tokens as an index": lambda x, cu, longest: x * numbers(x).repeat(512)[x.shape[0] // 512],
+    "tokens as the end of a range": lambda x, cu, longest: x * torch.linspace(0, x.shape[0], 8, device=x.device),
+    "the longest sequence as a new value": lambda x, cu, longest: x * x.new_full((1,), longest.item()),
     "the sum of bounds": lambda x, cu, longest: x * far(cu.sum()),
 }
 
@@ -142,6 +151,14 @@ BY_THE_ROW: dict[str, Packed] = {
 @pytest.mark.parametrize("name", BY_THE_ROW)
 def test_what_depends_on_the_row_is_found_behind_a_threshold(name: str) -> None:
     assert found_with_bounds(BY_THE_ROW[name]) is not None
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x[:, -x.shape[1] :], lambda x: x + x.new_full((x.shape[1], 1), 0.5), lambda x: x.new_ones(x.shape)],
+)
+def test_tokens_may_count_as_sizes(compute: Callable[[Tensor], Tensor]) -> None:
+    assert found(lambda _, x: compute(x)) is None
 
 
 def test_attention_may_read_the_bounds_and_nothing_else_of_the_row() -> None:
