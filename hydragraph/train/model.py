@@ -137,6 +137,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             from transformers import AutoModelForCausalLM
 
             settings = _changed_config(config)
+            settings.dtype = torch.float32
             with _read_by_transformers(config):
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # like from_pretrained

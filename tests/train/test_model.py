@@ -13,6 +13,7 @@ import torch
 import yaml
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hydragraph.frontend.compiled_folder.model_record import differences, model_record
 from hydragraph.train.config import ModelConfig, TrainConfig
 from hydragraph.train.model import build_model, captured_loss, skeleton
 from tests.train.plain import settings
@@ -88,6 +89,14 @@ def test_settings_that_are_unknown_or_need_other_tensors_are_refused(
     build_model(llama(), 50, 7, 0).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"model.config: .*{sentence}"):
         build_model(ModelConfig(path=str(tmp_path), config=changes), 50, 7, 0)
+
+
+def test_the_skeleton_of_a_saved_model_is_recorded_like_the_model(tmp_path: Path) -> None:
+    """Otherwise a run would refuse the folder that `hydragraph compile` wrote for it."""
+    build_model(llama(), 300, 0, 0).to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[operator]
+    saved = ModelConfig(path=str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not differences(model_record(skeleton(saved, 300)), model_record(build_model(saved, 300, 0, 0)))
 
 
 def test_a_skeleton_has_shapes_only() -> None:
