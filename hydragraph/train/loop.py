@@ -164,6 +164,7 @@ class _RunInputs:
     config: TrainConfig
     tokens: Tokens
     model: nn.Module
+    ranks: int
     strategies: tuple[Strategy, ...]
     reference: ReferenceScores | None
     anew: Callable[[], MiniBatches | Mixture]
@@ -183,7 +184,7 @@ class _RunInputs:
                 identity = together(world, "reading the model's files", world.rank == 0, identify)[0]
             reference = ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation, identity)
         anew = partial(mini_batches, config, tokens, None if reference is None else reference.of)
-        return _RunInputs(config, tokens, model, strategies, reference, anew)
+        return _RunInputs(config, tokens, model, ranks, strategies, reference, anew)
 
     def evaluation(self) -> dict[str, list[list[Drawn]]]:
         scores = None if self.reference is None else self.reference.of
@@ -574,7 +575,7 @@ def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
     batches = mini_batches(config, prepared.tokens)
     return {
         "strategy": "auto" if config.automatic else strategies,
-        "profile": read_costs(config.plan, config.ranks),
+        "profile": read_costs(config.plan, prepared.ranks),
         "lengths": [list(batches.skip()) for _ in range(config.plan.sample)],
         "policy": policy_of(config),
     }

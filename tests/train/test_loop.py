@@ -18,6 +18,7 @@ from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.cluster.launch import apart
 from hydragraph.cluster.processes.rank_process import KEPT
 from hydragraph.cluster.processes.stop_requests import Stopping
+from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop, run_saving, step_reporting
 from hydragraph.train.config import TrainConfig
@@ -199,6 +200,16 @@ def test_refuses_strategies_before_it_touches_the_folder(tmp_path: Path, changes
         train(config(tmp_path, **changes), "new", compile_plain, Watched())
     assert sentence in str(caught.value)
     assert not list((tmp_path / "run").iterdir()), "data was prepared for a run that cannot be"
+
+
+def test_a_planned_cluster_has_the_ranks_of_the_launcher(tmp_path: Path) -> None:
+    """The config's ranks have no effect if a launcher such as torchrun starts them."""
+    cluster = tmp_path / "cluster.yaml"
+    default_cluster(1).save(cluster)
+    compile = mock.Mock(side_effect=TimeoutError)
+    with pytest.raises(TimeoutError):
+        train(config(tmp_path, ranks=2, plan={"choose": True, "cluster": str(cluster)}), "new", compile, Watched())
+    assert compile.call_args.kwargs["profile"] == default_cluster(1)
 
 
 def test_refuses_a_damaged_corpus_before_it_touches_the_folder(tmp_path: Path) -> None:
