@@ -29,6 +29,7 @@ _ALONG = aten_operators("""
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
     median.dim mode nansum nanmean nanmedian.dim kthvalue quantile.scalar topk sort argsort
     var.correction var.dim var_mean.correction var_mean.dim std.correction std.dim std_mean.correction std_mean.dim
+    linalg_matrix_norm linalg_matrix_norm.str_ord
     norm.ScalarOpt_dim linalg_norm linalg_vector_norm fft_fft fft_ifft fft_rfft fft_irfft diff flip roll glu
     select.int slice.Tensor narrow squeeze.dim unbind.int repeat_interleave.self_int
     index_select gather index_add scatter.src scatter.value scatter_add scatter_reduce.two slice_scatter
@@ -55,7 +56,7 @@ _ROWS: Mapping[int, frozenset[Any]] = {
 _OF_TWO = aten_operators("bilinear gru_cell rnn_tanh_cell rnn_relu_cell")  # two inputs, then weights
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
 RESHAPES = VIEWS | aten_operators("view_as reshape_as")
-LOSSES = aten_operators("cross_entropy_loss nll_loss_nd")
+LOSSES = aten_operators("cross_entropy_loss nll_loss_nd multi_margin_loss")
 _POINTWISE_LOSSES = aten_operators("""
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
     soft_margin_loss margin_ranking_loss

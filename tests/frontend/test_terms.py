@@ -61,6 +61,10 @@ SEPARATE |= {
     "weights in a table of lengths": lambda x, b: (
         per_sequence(x, b) * x.new_ones(3)[torch.bucketize(lengths(b), 8 * x.new_ones(2).cumsum(0))]
     ).sum(),
+    "margins of classes": lambda x, b: (
+        torch.nn.functional.multi_margin_loss(x[0], b["labels"][0].clamp(min=0), reduction="none")
+        * (b["labels"][0] != -100)
+    ).sum(),
     "the last token but one": lambda x, b: each(x, b)[
         torch.maximum(b["cu_seqlens"][1:] - 2, b["cu_seqlens"][:-1]).clamp(min=0).long()
     ].sum(),

@@ -57,6 +57,7 @@ ALONG: dict[str, Along] = {
     "rfft": lambda x, dim: torch.fft.irfft(torch.fft.rfft(x, dim=dim) * 2j, n=x.shape[dim], dim=dim),
     "logcumsumexp": lambda x, dim: x.logcumsumexp(dim),
     "linalg_norm": lambda x, dim: x / torch.linalg.norm(x, dim=dim, keepdim=True),
+    "matrix_norm": lambda x, dim: x / torch.linalg.matrix_norm(x[None], dim=(0, dim % 3 + 1), keepdim=True)[0],
     "cosine_similarity": lambda x, dim: x * F.cosine_similarity(x, numbers(x)[None, None], dim).unsqueeze(dim),
     "written in one place": lambda x, dim: x.select_scatter(x.select(dim, 1) * 2, dim, 0),
     "scatter_reduce": lambda x, dim: x.scatter_reduce(dim, torch.zeros_like(x, dtype=torch.long), x, "sum"),
