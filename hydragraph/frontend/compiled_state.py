@@ -205,7 +205,7 @@ class CompiledState:
         named = list(model.named_modules())
         if isinstance(loss, nn.Module):
             named += [(f"loss.{name}".rstrip("."), module) for name, module in loss.named_modules()]
-        self._reads_training = model.training and readers.depends_on_training(())  # dropout aside
+        self._reads_training = model.training and readers.depends_on_training_without_dropout
         own = readers.depends_on_training([m for _, m in named if library_of(type(m)) is None])
         self._modules = [_Module.of(name, module, _depends_on_training(module, own)) for name, module in named]
         for name, module in named:

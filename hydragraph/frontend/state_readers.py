@@ -74,6 +74,11 @@ class Readers:
             return True
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
 
+    @property
+    def depends_on_training_without_dropout(self) -> bool:
+        calls = True
+        return any("training" in names_of(f.__code__) and not _beside_a_rate(f, calls) for f in self.functions.values())
+
     def _add_callable(self, function: Any) -> None:
         if isinstance(function, functools.partial):
             self._add_callable(function.func)
@@ -177,7 +182,8 @@ def _spells_names(function: FunctionType) -> bool:
     return all(id(n) in spelled for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "getattr")
 
 
-def _beside_a_rate(function: FunctionType) -> bool:
+def _beside_a_rate(function: FunctionType, calls: bool = False) -> bool:
+    """Return whether `training` stands only beside rates and, if `calls`, in calls of functions such as dropout."""
     tree = _syntax(function)
     if tree is None:
         return False
@@ -186,7 +192,7 @@ def _beside_a_rate(function: FunctionType) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call | ast.IfExp):
             inside = set(ast.walk(node))
-            called = {n.func for n in inside if isinstance(n, ast.Call)}
+            called = set() if calls else {n.func for n in inside if isinstance(n, ast.Call)}
             attributes = [n.attr for n in inside if isinstance(n, ast.Attribute) and n not in called]
             if any(part in name for name in attributes for part in _RATES):
                 beside |= inside & flags
