@@ -194,6 +194,7 @@ def _beside_a_rate(function: FunctionType, calls: bool = False) -> bool:
             inside = set(ast.walk(node))
             called = set() if calls else {n.func for n in inside if isinstance(n, ast.Call)}
             attributes = [n.attr for n in inside if isinstance(n, ast.Attribute) and n not in called]
+            attributes += [n.id for n in inside if calls and isinstance(n, ast.Name)]
             if any(part in name for name in attributes for part in _RATES):
                 beside |= inside & flags
     return bool(flags) and beside == flags

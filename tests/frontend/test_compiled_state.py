@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 from transformers import LlamaForCausalLM
 
 import hydragraph as hg
@@ -233,10 +234,15 @@ class Dropping(nn.Module):
         return F.dropout(x, 0.1, self.training)
 
 
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, 0.1, self.training)
+
+
 def test_an_evaluation_refuses_code_that_reads_the_mode() -> None:
     with pytest.raises(Unsupported, match="evaluate: the code of the model or loss reads `training`"):
         CompiledState(Halved(), None, {}).refuse_evaluation()
-    for model in (Halved().eval(), Dropping(), nn.Dropout(0.1)):
+    for model in (Halved().eval(), Dropping(), Named(), nn.Dropout(0.1)):
         CompiledState(model, None, {}).refuse_evaluation()
 
 
