@@ -138,7 +138,9 @@ def saves_after(run: Run, step: int) -> bool:
         return True
     if not (run.config.keep_best and run.evaluates(step)):
         return False
-    return bool(run.world.gather(run.log is not None and lowest(run.log.history) == step)[0])
+    among = [step, *(saved for saved, _ in (*complete(run.folder.checkpoints), *run.saving))]
+    best = run.log is not None and lowest(run.log.history, among) == step
+    return bool(run.world.gather(best)[0])
 
 
 def stops_after(run: Run, step: int) -> bool:

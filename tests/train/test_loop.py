@@ -478,6 +478,16 @@ def test_the_best_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> Non
     assert saved(tmp_path) == ["4", "5"]
 
 
+def test_a_resumed_run_saves_the_best_step_since_if_no_better_one_was_saved(tmp_path: Path) -> None:
+    run = config(tmp_path, steps=7, evaluate_every=1, checkpoint_every=3, keep=1)
+    losses = {1: 1.0, 2: 2.0, 3: 2.1, 4: 1.9, 5: 1.5, 6: 1.6, 7: 1.7}
+    watched = StoppingAfter(3)
+    train(run, "new", compile_losses(losses), watched, stopping=watched.stopping)
+    watched = StoppingAfter(6)
+    train(replace(run, keep_best=True), "resume", compile_losses(losses, 3), watched, stopping=watched.stopping)
+    assert saved(tmp_path) == ["5", "6"]
+
+
 def test_the_final_model_is_that_of_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([2.0, 1.0, 1.5])
     monkeypatch.setattr(step_reporting, "_evaluate", lambda *_: ({"heldout": next(losses)}, {}))
