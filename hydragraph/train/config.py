@@ -390,8 +390,6 @@ class PlanConfig:
         check_fields(self)
         if self.health is not None and None in (self.cluster, self.profile):
             raise ValueError(f"health is {self.health!r}, which needs cluster and profile: set both")
-        if self.cluster is not None and not self.choose:
-            raise ValueError(f"cluster is {self.cluster!r}, but has no effect without choose: set 'choose: true'")
 
 
 @dataclass(frozen=True)
@@ -639,6 +637,10 @@ class TrainConfig:
             raise ValueError("'strategies: auto' cannot be combined with other strategies: remove 'auto' or the others")
         if self.automatic and not self.plan.choose:
             self._set("plan", replace(self.plan, choose=True))
+        if self.plan.cluster is not None and not self.plan.choose:
+            raise ValueError(
+                f"plan: cluster is {self.plan.cluster!r}, but has no effect without choose: set 'choose: true'"
+            )
         if elastic.replan and not self.measures and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
                 "elastic.replan needs measured costs: set 'strategies: auto' without plan.cluster, or 'plan: {choose: "

@@ -154,6 +154,8 @@ def test_settings_that_are_derived_follow_an_override(tmp_path: Path) -> None:
     assert TrainConfig.load(twice).home == Home([2, 1], 2)
     assert TrainConfig.load(twice, ["elastic.copies=1"]).home == Home([2, 1], 1)
     assert TrainConfig.load(twice, ["home.shares=[1,1]", "elastic.copies=1"]).home == Home([1, 1], 1)
+    planned = TrainConfig.load(write(tmp_path, {"strategies": "auto", "plan": {"cluster": "c.yaml"}}))
+    assert planned.plan.choose
     chosen = write(tmp_path, {"strategies": "auto"})
     assert TrainConfig.load(chosen).plan.choose
     assert not TrainConfig.load(chosen, ['strategies=["<tp1,pp1>"]']).plan.choose
