@@ -15,6 +15,7 @@ import typer
 from hydragraph.log import LEVELS
 from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.config_overrides import given_plan
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Replace a field of the config: section.field=value.")]
@@ -227,4 +228,4 @@ def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int
     """Return the config with `chosen_strategies`; re-planning is disabled, because it may need "auto"."""
     strategies = chosen_strategies(named, config.strategies, ranks)
     elastic = replace(config.elastic, replan=None, dry_run=False)
-    return replace(config, strategies=strategies, plan=config.given_plan, elastic=elastic)
+    return replace(config, strategies=strategies, plan=given_plan(config), elastic=elastic)

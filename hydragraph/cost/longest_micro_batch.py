@@ -116,7 +116,8 @@ class LongestMicroBatch:
 
     def _own_shares(self, stage: Stage, span: tuple[int, int]) -> tuple[object, ...]:
         """Return the home of each bucket that only ranks of the stage own, and None for other buckets."""
-        outline, home = self._costs.outline, self._costs.home
+        outline = self._costs.outline
+        home = self._costs.home
         shares = []
         for name in (name for block in outline.blocks[slice(*span)] for name in outline.weights[block]):
             of = home.shares_of(name) or (1.0,) * self._costs.ranks

@@ -693,11 +693,6 @@ class TrainConfig:
         data = parse_yaml(text)
         return overridden(from_record(cls, data, name="the config", hints=remedies()), data, overrides)
 
-    @property
-    def given_plan(self) -> PlanConfig:
-        """The plan without the choice that "auto" implies."""
-        return replace(self.plan, choose=False) if self.automatic and self.plan.cluster is None else self.plan
-
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as YAML for `load`."""
         text = yaml.safe_dump(underived(self), sort_keys=False, default_flow_style=None, width=120)

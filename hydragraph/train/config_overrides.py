@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydragraph.spec.record import from_record, parse_yaml, section_record
@@ -32,10 +32,15 @@ def differences(before: Config, after: Config) -> list[str]:
     return [f"{n} {_short(old.get(n))} -> {_short(new.get(n))}" for n in names if old.get(n) != new.get(n)]
 
 
+def given_plan(config: Any) -> Any:
+    """Return a training config's plan without the choice that "auto" implies."""
+    return replace(config.plan, choose=False) if config.automatic and config.plan.cluster is None else config.plan
+
+
 def underived(config: Any) -> dict[str, Any]:
     """Return a training config's fields; those that loading derives have their defaults, so that overrides apply."""
     data: dict[str, Any] = plain(asdict(config))
-    data["plan"] = plain(asdict(config.given_plan))
+    data["plan"] = plain(asdict(given_plan(config)))
     if config.elastic.copies > 1:
         data["home"]["copies"] = 1
     if config.objective is not None:

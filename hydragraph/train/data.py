@@ -116,7 +116,8 @@ def _shared_files(config: TrainConfig) -> Iterator[str]:
 
 
 def length_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
-    most, cut = config.data.max_length, config.data.overlong == "cut"
+    most = config.data.max_length
+    cut = config.data.overlong == "cut"
     size, name, one = (1, "documents", "a document") if config.objective is None else (2, "pairs", "an answer")
     files = (*tokens.files, *(tokens.evaluation.values() if config.evaluates else ()))
     for i, (where, file) in enumerate(zip(_named(config.data), files, strict=False)):

@@ -229,7 +229,7 @@ class Halved(nn.Module):
         return x * 0.5 if self.training else x
 
 
-class Dropping(nn.Module):
+class AlwaysDropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.1, self.training)
 
@@ -242,7 +242,7 @@ class Named(nn.Module):
 def test_an_evaluation_refuses_code_that_reads_the_mode() -> None:
     with pytest.raises(Unsupported, match="evaluate: the code of the model or loss reads `training`"):
         CompiledState(Halved(), None, {}).refuse_evaluation()
-    for model in (Halved().eval(), Dropping(), Named(), nn.Dropout(0.1)):
+    for model in (Halved().eval(), AlwaysDropping(), Named(), nn.Dropout(0.1)):
         CompiledState(model, None, {}).refuse_evaluation()
 
 

@@ -99,7 +99,8 @@ def rehoming(
         homes.append(replace(choose_home(question), nodes=running.nodes))
     restored = False
     if given is not None and not health.rates and _fits(given, ranks, buckets, costs):
-        restored, homes = True, [given]
+        restored = True
+        homes = [given]
 
     def seconds(home: Home) -> float:
         exchanged = 0.0 if question is None else expected_s(question, home)
