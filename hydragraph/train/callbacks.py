@@ -112,10 +112,11 @@ class WeightsAndBiases:
         folder = RunFolder(Path(config.output))
         name = folder.path.name
         self._run = self._wandb.init(name=name, id=folder.tracked, resume="allow", config=asdict(config))
+        self._run.define_metric("*", step_metric="step")  # `log` ignores steps that are repeated
 
     def on_step(self, metrics: Metrics) -> None:
-        numbers = {name: value for name, value in asdict(metrics).items() if isinstance(value, int | float)}
-        self._run.log({**numbers, **metrics.by_set}, step=metrics.step)
+        numbers = {name: value for name, value in asdict(metrics).items() if type(value) in (int, float)}
+        self._run.log({**numbers, **metrics.by_set})
 
     def on_end(self) -> None:
         self._run.finish()

@@ -131,11 +131,15 @@ def test_what_cannot_be_loaded_is_told(name: str, sentence: str) -> None:
 
 class FakeRun:
     def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, Any], int]] = []
+        self.logged: list[dict[str, Any]] = []
+        self.axes: dict[str, str] = {}
         self.finished = False
 
-    def log(self, numbers: dict[str, Any], step: int) -> None:
-        self.logged.append((numbers, step))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, numbers: dict[str, Any]) -> None:
+        self.logged.append(numbers)
 
     def finish(self) -> None:
         self.finished = True
@@ -162,6 +166,7 @@ def test_weights_and_biases_gets_the_numbers(tmp_path: Path, monkeypatch: pytest
             callbacks.call("on_step", metrics)
     assert (wandb.given["name"], wandb.given["config"]["steps"]) == ("run", 6)
     assert wandb.given["id"] == outcome.folder.tracked != ""
-    assert [step for _, step in wandb.run.logged] == [1, 2, 3, 4, 5, 6]
-    assert {"loss", "lr", "eval/heldout", "perplexity/heldout"} <= set(wandb.run.logged[2][0])
+    assert wandb.run.axes == {"*": "step"}
+    assert [numbers["step"] for numbers in wandb.run.logged] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "lr", "eval/heldout", "perplexity/heldout"} <= set(wandb.run.logged[2])
     assert wandb.run.finished
