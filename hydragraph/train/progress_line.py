@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -145,7 +146,7 @@ def _beside(metrics: Metrics, name: str, loss: float) -> str:
     figures = metrics.eval_pairs.get(name)
     if figures is not None:
         return f" (accuracy {figures['accuracy']:.0%})"
-    return "" if metrics.smoothed else f" (perplexity {perplexity(loss):.4g})"
+    return "" if metrics.smoothed or not math.isfinite(loss) else f" (perplexity {perplexity(loss):.4g})"
 
 
 def duration_text(seconds: float) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from hydragraph.cluster.launch import World
+from hydragraph.data.mini_batches import Drawn
 from hydragraph.engine.step_report import StepReport
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
@@ -28,7 +32,7 @@ _REPORTED = (
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
     config = run.config
-    losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
+    losses, eval_pairs = _evaluate(run, step) if run.evaluates(step) else ({}, {})
     if run.log is None or run.watcher is None:
         return
     comparison = run.expectation.stepped(report.strategy, report.expected_s, report.seconds - report.preparing_s)
@@ -74,19 +78,31 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
         write_slow(run.folder, {run.watched[rank]: straggler for rank, straggler in slow.items()})
 
 
-def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def _evaluate(run: Run, step: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     losses: dict[str, float] = {}
     figures: dict[str, dict[str, float]] = {}
     for name, batches in run.evaluation.items():
-        if run.pairs is not None:
-            results = [run.pairs.evaluate(sequences, strategy) for sequences in batches]
-            losses[name] = mean_over_pairs(results, [result.loss for result in results])
-            names = results[0].figures
-            figures[name] = {n: mean_over_pairs(results, [r.figures[n] for r in results]) for n in names}
-            continue
-        reports: list[StepReport] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
-        losses[name] = sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+        try:
+            losses[name], pairs = _evaluate_set(run, run.strategy_of(step), batches)
+        except FloatingPointError:
+            losses[name], pairs = math.nan, {}
+            if run.watcher is not None:
+                run.watcher.note(f"step {step}: the loss on {name} is not finite; training continues")
+        if pairs:
+            figures[name] = pairs
     return losses, figures
+
+
+def _evaluate_set(
+    run: Run, strategy: Strategy | None, batches: Sequence[list[Drawn]]
+) -> tuple[float, dict[str, float]]:
+    if run.pairs is not None:
+        results = [run.pairs.evaluate(sequences, strategy) for sequences in batches]
+        names = results[0].figures
+        figures = {n: mean_over_pairs(results, [r.figures[n] for r in results]) for n in names}
+        return mean_over_pairs(results, [result.loss for result in results]), figures
+    reports: list[StepReport] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
+    return sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports), {}
 
 
 def tell(run: Run, event: RunEvent) -> None:

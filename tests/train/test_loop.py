@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -406,6 +407,8 @@ class Losses(PlainExecutor):
         self.losses, self.steps = losses, done
 
     def evaluate(self, sequences: Any, strategy: Any = None) -> Any:
+        if math.isnan(self.losses[self.steps]):
+            raise FloatingPointError("loss nan")
         return replace(super().evaluate(sequences, strategy), loss=self.losses[self.steps])
 
 
@@ -465,6 +468,15 @@ def test_a_smoothed_loss_has_no_perplexity(tmp_path: Path) -> None:
     last = train(config(tmp_path, steps=3, label_smoothing=0.1), "new", compile_plain, Watched()).history[-1]
     assert last.perplexities == {}
     assert evaluation_text(last) == f"held out {last.eval_loss:.4f}"
+
+
+def test_training_continues_after_an_evaluation_that_is_not_finite(tmp_path: Path) -> None:
+    run = config(tmp_path, steps=3, evaluate_every=1)
+    watched = Watched()
+    history = train(run, "new", compile_losses({1: 1.0, 2: math.nan, 3: 2.0}), watched).history
+    assert [evaluation_text(m).split()[2] for m in history] == ["1.0000", "nan", "2.0000"]
+    assert watched.notes == ["step 2: the loss on heldout is not finite; training continues"]
+    assert math.isnan(read_metrics(tmp_path / "run" / "metrics.jsonl")[1].eval_losses["heldout"])
 
 
 def test_the_best_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> None:
