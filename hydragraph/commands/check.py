@@ -116,7 +116,7 @@ def check_command(options: CheckOptions) -> None:
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
     config = with_strategies(config, options.strategies, ranks)
-    check_settings(config, ranks)
+    check_settings(replace(config, device=config.device or "cuda"), ranks)
     trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)

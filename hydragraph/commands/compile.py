@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
     from hydragraph.commands.compile_files import Summary
     from hydragraph.private.absent_gpu import BuiltKernel
+    from hydragraph.runtime.deterministic_sums import Deterministic
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
@@ -148,6 +149,7 @@ def compile_quietly(
     from hydragraph.frontend.packed_inputs import token_cross_entropy
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.passes.compile_with_inductor import TUNED, choose_backend
+    from hydragraph.runtime.deterministic_sums import Deterministic
     from hydragraph.train.model import adapted, captured_loss, skeleton
 
     quieten()
@@ -174,7 +176,8 @@ def compile_quietly(
         compiler = Compiler(program, owners, chosen, device, tell, built)
         bar.update(task, total=compiler.steps(usable))
         with _threads_of_a_rank(config.ranks), _gpu(arch, built):
-            compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
+            sums = Deterministic("") if config.deterministic else None
+            compiled = [_compiled(compiler, strategy, micro_batches, sums) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)
         write_folder(output, program, summary, compiler.variants, compiled, owners.home)
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
@@ -229,12 +232,16 @@ def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
         return CompiledStrategy(StrategyRecord(text, problem=str(error)), None)
 
 
-def _compiled(compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str) -> CompiledStrategy:
+def _compiled(
+    compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str, sums: Deterministic | None
+) -> CompiledStrategy:
     from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
+    from hydragraph.engine.compiled_model import check_modes
 
     if isinstance(parsed, CompiledStrategy):
         return parsed
     try:
+        check_modes([parsed], compiler.backend, sums)
         return compiler.compile(parsed, read_counts(micro_batches, len(parsed.pipelines)))
     except ValueError as error:
         return CompiledStrategy(StrategyRecord(parsed.name, problem=str(error)), None)

@@ -90,7 +90,6 @@ class CompiledModel:
         self.shell = Shell.of(model)
         self.adapted = is_peft(model)
         self.backend = backend
-        self._inductor = inductor
         self._library = library
         self._fields = own_fields(program)
         self._limits = field_ranges_of(program)
@@ -157,11 +156,7 @@ class CompiledModel:
         self.check_modes([strategy])
 
     def check_modes(self, strategies: Sequence[Strategy]) -> None:
-        if self._inductor:
-            for strategy in strategies:
-                refuse_halves(strategy)
-        if self.sums is not None:
-            self.sums.check(strategies)
+        check_modes(strategies, self.backend, self.sums)
 
     def priced(self, profile: Profile | Costs | None) -> Profile | Costs | None:
         if isinstance(profile, Costs):
@@ -209,6 +204,14 @@ class CompiledModel:
             self.program.unplaced,
             draws,
         )
+
+
+def check_modes(strategies: Sequence[Strategy], backend: str, sums: Deterministic | None) -> None:
+    if backend == "inductor":
+        for strategy in strategies:
+            refuse_halves(strategy)
+    if sums is not None:
+        sums.check(strategies)
 
 
 def of_least_cut(

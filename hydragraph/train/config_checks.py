@@ -12,9 +12,12 @@ from torch import nn
 
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
+from hydragraph.engine.compiled_model import check_modes
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.compiled_folder.manifest import read_manifest
 from hydragraph.frontend.huggingface import positions as positions_of
+from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.supported_optimizers import call_factory, check_elementwise
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import load_callback
@@ -45,7 +48,10 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     for name in config.callbacks:
         load_callback(name)
     if not config.automatic:
-        read_strategies(config.strategies, model, ranks)
+        strategies = read_strategies(config.strategies, model, ranks)
+        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        sums = Deterministic("") if config.deterministic else None
+        check_modes(strategies, choose_backend(config.backend, device), sums)
     positions = positions_of(model)
     if positions is not None and positions[0] < config.data.max_length:
         raise ValueError(

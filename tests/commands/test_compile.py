@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,7 +14,7 @@ from typer.testing import Result
 
 import hydragraph as hg
 from hydragraph.commands import compile_ahead
-from hydragraph.commands.compile import _tokens
+from hydragraph.commands.compile import _compiled, _tokens
 from hydragraph.commands.compile_files import Summary
 from hydragraph.ir.program import Program
 from hydragraph.ir.shared_programs_text import read_programs
@@ -147,6 +148,12 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
         assert bool(record.folder) is bool(record.variants) is not bool(sentence)
         assert f"hydragraph: {record.strategy}: {record.problem}" in result.stderr or not sentence
     assert sum(each.is_dir() for each in (out / "strategies").iterdir()) == 1
+
+
+def test_a_schedule_that_inductor_refuses_is_not_verified() -> None:
+    compiler: Any = SimpleNamespace(backend="inductor")
+    compiled = _compiled(compiler, hg.Strategy.parse("<tp1,pp2> zb-h1", 2), "1", None)
+    assert "splits each backward in two" in compiled.record.problem
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,16 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
             1,
             "LlamaForCausalLM cannot be built .* a vocabulary of 10{30}:",
         ),
+        (
+            {"strategies": "<tp1,pp2> zb-h1", "backend": "inductor"},
+            2,
+            "zb-h1 splits each backward in two, but Inductor",
+        ),
+        (
+            {"strategies": ["<tp2,pp1>", "2*<tp1,pp1>"], "deterministic": True},
+            2,
+            "a stage has tensor-parallel degree 1, but others have tensor-parallel degree 2",
+        ),
         ({"elastic": {"copies": 2}}, 1, "two copies on 1 rank: start more ranks, or set copies to 1"),
         ({"home": "3,1"}, 3, "shares has 2 numbers, but the run has 3 ranks"),
         ({"compiled": "nowhere"}, 1, "compiled folder nowhere: its manifest.json"),
