@@ -10,7 +10,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, Document, TokenIds
+from hydragraph.data.documents import ASSISTANT, AlpacaRecord, Completion, Conversation, Document, TokenIds
 from hydragraph.data.template import ChatTemplate, Span
 from hydragraph.data.token_file import Encoded, vocabulary_of
 
@@ -77,6 +77,16 @@ class DocumentEncoder:
         if isinstance(document, Completion):
             return self._completion(document)
         return self._conversation(document, place)
+
+    def turn_end(self) -> int | None:
+        """Return the special token that ends an answer under the chat template, if there is one."""
+        answer = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}))
+        try:
+            encoded = self._conversation(answer, "")
+        except ValueError:
+            return None
+        trained = [token for token, target in zip(encoded.ids, encoded.targets or (), strict=True) if target]
+        return next((token for token in reversed(trained) if token in self._special or token == self.end), None)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids

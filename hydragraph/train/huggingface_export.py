@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.checkpoint.weights.pretrained_directory import Shell
 from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
 from hydragraph.data import tokenizer
+from hydragraph.data.chat import DocumentEncoder
+from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import vocabulary_of
 from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.frontend.meta_initialiser import initial_buffers
@@ -30,6 +33,7 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
     with file_errors(directory, directory):
         model.save_pretrained(str(directory))
         tokenizer.copy(tokens, directory)
+        _stop_after_answers(directory)
 
 
 def export_checkpoint(
@@ -73,3 +77,20 @@ def write_model(
     with file_errors(directory, directory):
         shell.write(state, directory, merged, dtype)
         tokenizer.copy(folder.tokenizer, directory)
+        _stop_after_answers(directory)
+
+
+def _stop_after_answers(directory: Path) -> None:
+    """Make `generate` also stop at the token that ends answers under the chat template."""
+    path = directory / "generation_config.json"
+    template = tokenizer.chat_template(directory)
+    if template is None or not path.is_file():
+        return
+    encoder = tokenizer.load(directory)
+    chat = ChatTemplate(template, tokenizer.special_tokens(directory))
+    end = DocumentEncoder(encoder, tokenizer.end_id(encoder, directory), chat).turn_end()
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    ends = settings.get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    if end is not None and end not in ends:
+        path.write_text(json.dumps({**settings, "eos_token_id": [*ends, end]}, indent=2) + "\n", encoding="utf-8")

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 import hydragraph as hg
 from hydragraph.checkpoint import save_and_load
 from hydragraph.data import tokenizer
+from hydragraph.data.chat import CHATML
 from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter
@@ -158,6 +159,10 @@ def test_settings_for_generation_are_those_of_the_models_directory(adapters: boo
     files = [tmp_path / name / "generation_config.json" for name in ("base", "out")]
     assert files[0].read_text() == files[1].read_text()
     assert skeleton(ModelConfig(weights=str(tmp_path / "base")), 300).generation_config == model.generation_config
+    (folder.tokenizer / "chat_template.jinja").write_text(CHATML)
+    end = tokenizer.load(folder.tokenizer).token_to_id("<|im_end|>")
+    export_checkpoint(folder, None, tmp_path / "chat", merged=adapters)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "chat").eos_token_id == [1, 2, end]
 
 
 @thorough

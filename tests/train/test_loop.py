@@ -12,13 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hydragraph as hg
 from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.cluster.launch import apart
 from hydragraph.cluster.processes.rank_process import KEPT
 from hydragraph.cluster.processes.stop_requests import Stopping
+from hydragraph.data import tokenizer
+from hydragraph.data.chat import CHATML_TOKENS
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop, run_saving, step_reporting
@@ -163,6 +165,14 @@ def test_transformers_loads_the_final_model(tmp_path: Path) -> None:
     encoder: Any = AutoTokenizer.from_pretrained(outcome.folder.model)
     assert encoder.decode(encoder("a0 b1 c2")["input_ids"]) == "a0 b1 c2"
     assert encoder.eos_token_id == model.config.eos_token_id
+
+
+def test_an_exported_model_stops_after_answers_of_its_chat_template(tmp_path: Path) -> None:
+    tokenizer.save(tokenizer.train_bpe(["a b"], 300, ("<|endoftext|>", *CHATML_TOKENS)), tmp_path / "chat")
+    data = {**settings(tmp_path)["data"], "tokenizer": str(tmp_path / "chat"), "chat_template": "chatml"}
+    model = train(config(tmp_path, steps=1, data=data), "new", compile_plain, Watched()).folder.model
+    ends: Any = GenerationConfig.from_pretrained(model).eos_token_id
+    assert AutoTokenizer.from_pretrained(model).convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|im_end|>"]
 
 
 def test_training_continues_from_an_exported_model(tmp_path: Path) -> None:
