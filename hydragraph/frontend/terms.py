@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from hydragraph.frontend.token_axes import (
     COUNTS,
-    LOSSES,
     MADE,
     RESHAPES,
     first_tensor,
@@ -178,8 +177,6 @@ def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node
     if not _has_rows(node):
         return _ACROSS
     first = operands(node)[0]
-    if node.target in LOSSES:
-        return None if first in rows and rows[first][0] != min(1, len(shape(first)) - 1) else _ACROSS
     (dim,) = symbolic_dims(node)
     if node.target in RESHAPES and first in rows:
         (symbol, *_) = symbols_in(shape(first)[rows[first][0]])

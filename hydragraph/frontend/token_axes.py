@@ -87,12 +87,13 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
-        # The graph's results, and operands of losses, must be in batch order.
-        if node.op == "output" or node.target in LOSSES:
+        # The graph's results, and operands of its loss, must be in batch order.
+        is_loss = node.target in LOSSES and _is_returned(node)
+        if node.op == "output" or is_loss:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
                 return str(teller.target), _ROUTED
-        if node.op != "call_function" or node.target in LOSSES:
+        if node.op != "call_function" or is_loss:
             continue
         packed = any(n in bounds for n in _data(node)) or _has_other_sizes(node, tokens)
         with_tokens = [n for n in _read(node) if n in rows]
@@ -110,6 +111,10 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
             seen = viewed(node, rows, dims[0], tokens) if node.target in RESHAPES else None
             rows[node] = Rows(0, 1) if attends else seen or Rows(dims[0], rows[with_tokens[0]].order)
     return None
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return all(n.op == "output" or (n.target in VIEWS and _is_returned(n)) for n in node.users)
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
@@ -199,6 +204,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return _einsum_keeps(node, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         return argument_of(node, "dim") % ndim != dim and len({dims[n] for n in with_tokens}) == 1
+    if target in LOSSES:
+        return first in dims and argument_of(node, "reduction") == 0  # if classes are tokens, the result has no tokens
     if target in _OF_TWO:
         return all(n in arguments[:2] and dims[n] == dim < ndim - 1 for n in with_tokens) and arguments[2] not in dims
     if _is_pointwise_convolution(node) and with_tokens == [first] and dims[first] > 1:

@@ -121,6 +121,10 @@ def attended(x: Tensor, cu: Tensor, longest: Tensor, **changed: Tensor) -> Tenso
     return torch.ops.hydragraph.varlen_attention(**given)[0].flatten(1)  # type: ignore[no-any-return]
 
 
+def loss_of(x: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(x, x.argmax(-1), reduction=reduction)
+
+
 def far(value: Tensor) -> Tensor:
     """Return 0 for all values that a numeric check would try."""
     return F.relu(value - 1e4)
@@ -145,6 +149,9 @@ BY_THE_ROW: dict[str, Packed] = {
     "tokens as an index": lambda x, cu, longest: x * numbers(x).repeat(512)[x.shape[0] // 512],
     "tokens as the end of a range": lambda x, cu, longest: x * torch.linspace(0, x.shape[0], 8, device=x.device),
     "the longest sequence as a new value": lambda x, cu, longest: x * x.new_full((1,), longest.item()),
+    "the loss of all tokens": lambda x, cu, longest: x * far(loss_of(x, "sum")),
+    "the mean loss of all tokens": lambda x, cu, longest: x * far(loss_of(x, "mean")),
+    "the loss of features": lambda x, cu, longest: x * far(F.cross_entropy(x.t(), numbers(x).long(), reduction="none")),
     "the sum of bounds": lambda x, cu, longest: x * far(cu.sum()),
 }
 
@@ -160,6 +167,11 @@ def test_what_depends_on_the_row_is_found_behind_a_threshold(name: str) -> None:
 )
 def test_tokens_may_count_as_sizes(compute: Callable[[Tensor], Tensor]) -> None:
     assert found(lambda _, x: compute(x)) is None
+
+
+def test_a_loss_of_each_token_is_known_and_only_a_result_may_be_a_sum() -> None:
+    assert found_with_bounds(lambda x, *_: x * loss_of(x, "none")[:, None]) is None
+    assert found_with_bounds(lambda x, *_: loss_of(x, "sum").reshape([])) is None
 
 
 def test_attention_may_read_the_bounds_and_nothing_else_of_the_row() -> None:
