@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -78,7 +79,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     from_bounds = {n: _Bound.PLACE if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # prefix sums over rows, whose differences are terms
+    running: set[fx.Node] = set()  # prefix sums over rows; their differences between bounds are terms
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -106,7 +107,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         elif any(n in running for n in inputs) or _runs_on(node):
             if not _runs(node, running, from_bounds):
                 return f"{node.target} {_ACROSS}"
-            if node.target is not aten.sub.Tensor:
+            if not _is_between_bounds(node, from_bounds):
                 running.add(node)
         elif any(map(_has_rows, inputs)):
             problem = _of_terms(node, from_bounds, totals)
@@ -203,6 +204,35 @@ def _runs(node: fx.Node, running: set[fx.Node], told: Container[fx.Node]) -> boo
     if node.target is aten.index.Tensor:
         return _takes_by_bounds(node, symbolic_dims(arguments[0])[0], told) and len(arguments[1]) == 1
     return node.target in VIEWS | MOVES
+
+
+def _is_between_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> bool:
+    """Return whether a node subtracts the same prefix sums at two bounds of each sequence or token."""
+    if node.target is not aten.sub.Tensor:
+        return False
+    first, second = (_indexed(n, told) for n in operands(node)[:2])
+    return first is not None and second is not None and _are_alike(first, second)
+
+
+def _indexed(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> fx.Node | None:
+    while node.target in VIEWS | MOVES:
+        node = operands(node)[0]
+    if node.target is not aten.index.Tensor:
+        return None
+    source, (index, *_) = operands(node)
+    places = _is_index(index) and _has_rows(index) and told.get(index, _Bound.LENGTH) is not _Bound.LENGTH
+    return source if places else None
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Return whether two operands are the same node or computed by the same operators."""
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        if a is b or a.op != "call_function" or a.target is not b.target:
+            return a is b
+        return _are_alike((a.args, tuple(a.kwargs.items())), (b.args, tuple(b.kwargs.items())))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_are_alike, a, b))
+    return type(a) is type(b) and bool(a == b)
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
