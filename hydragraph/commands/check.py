@@ -244,11 +244,12 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
 
 def _step(config: TrainConfig, costs: Costs, strategy: Strategy, lengths: Path | None, known: bool) -> Assignment:
     from hydragraph.commands.captured_model import run_assignment
+    from hydragraph.spec.training_workload import full_lengths
 
     longest = config.data.max_length
     tokens = config.data.tokens_per_step
     if lengths is None:
-        return run_assignment(config, costs, strategy, [longest] * -(-tokens // longest), known)
+        return run_assignment(config, costs, strategy, full_lengths(tokens, longest), known)
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.train.plan_input import read_lengths
 

@@ -220,4 +220,4 @@ class PlanOptions(EqualOptions, UnevenOptions):
                 "the workload is missing: give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
                 "--model with a run's config"
             )
-        return Workload(self.sequences or -(-(tokens or 0) // length), length)
+        return Workload(self.sequences or max(1, (tokens or 0) // length), length)

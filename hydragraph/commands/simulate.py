@@ -216,6 +216,7 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
     from hydragraph.commands.captured_model import run_assignment
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
+    from hydragraph.spec.training_workload import full_lengths
 
     known = config.plan.choose and (step.cluster is not None or step.profile is not None)
     if step.lengths is not None:
@@ -226,15 +227,17 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
         return run_assignment(config, costs, strategy, batch, known)
     length = step.tokens or config.data.max_length
-    sequences = step.sequences or -(-config.data.tokens_per_step // length)
+    lengths = full_lengths(config.data.tokens_per_step, length)
+    if step.sequences is not None:
+        lengths = [length] * step.sequences
     size = step.micro_batch or 1
     if step.micro_batches is not None:
         counts = read_counts(step.micro_batches, len(strategy.pipelines))
     elif step.micro_batch is not None:
-        counts = share(costs, strategy, length, -(-sequences // size), size)
+        counts = share(costs, strategy, length, -(-lengths.count(length) // size), size)
     else:
         strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
-        return run_assignment(config, costs, strategy, [length] * sequences, known)
+        return run_assignment(config, costs, strategy, lengths, known)
     return Assignment.even(counts, length, size)
 
 

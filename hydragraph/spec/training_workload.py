@@ -74,5 +74,11 @@ class Workload:
         return f"{len(counts)} sample mini-batches of {spread} sequences, of up to {self.longest:,} tokens"
 
 
+def full_lengths(tokens: int, longest: int) -> list[int]:
+    """Divide a mini-batch's tokens into one or more sequences of maximum length and a shorter rest."""
+    count, rest = divmod(max(tokens, longest), longest)
+    return [longest] * count + [rest] * (rest > 1)
+
+
 def _counts(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

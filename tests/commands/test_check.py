@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from hydragraph.commands.captured_model import run_assignment
+from hydragraph.commands.check import _step
 from hydragraph.data import tokenizer
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
@@ -55,6 +56,12 @@ def test_a_deterministic_run_is_checked_as_it_trains(tmp_path: Path) -> None:
     strategy = Strategy.parse("<tp1,pp1>", 2)
     with mock.patch("hydragraph.planner.quick_plan.assign", return_value=Assignment((((0, 1),),), (8, 9))):
         assert run_assignment(config, mock.Mock(), strategy, [8, 9], known=False).counts == (2,)
+
+
+def test_a_step_has_no_more_tokens_than_a_mini_batch(tmp_path: Path) -> None:
+    config = TrainConfig.load(write(tmp_path), ["data.tokens_per_step=90", "data.max_length=32"])
+    step = _step(config, mock.Mock(), Strategy.parse("<tp1,pp1>", 2), None, known=False)
+    assert step.lengths == (32, 32, 26)
 
 
 def test_gpus_of_an_architecture_are_predicted_without_one(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from hydragraph.spec.training_workload import Workload
+from hydragraph.spec.training_workload import Workload, full_lengths
 
 
 def test_equal_sequences_are_one_mini_batch() -> None:
@@ -9,6 +9,13 @@ def test_equal_sequences_are_one_mini_batch() -> None:
     assert workload.longest == 7
     assert workload.typical is workload
     assert str(workload) == "3 sequences of 7 tokens"
+
+
+def test_full_sequences_stay_within_the_mini_batch() -> None:
+    assert full_lengths(1500, 1024) == [1024, 476]
+    assert full_lengths(2048, 1024) == [1024, 1024]
+    assert full_lengths(1025, 1024) == [1024]  # a sequence of one token has no target
+    assert full_lengths(500, 1024) == [1024]
 
 
 def test_typical_sequences_are_as_much_work() -> None:
