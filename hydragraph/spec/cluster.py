@@ -403,6 +403,7 @@ class Cluster:
         try:
             if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
                 flat = from_record(_Devices, data, name="cluster")
+                _check_units("", data)
                 return cls(flat.devices, flat.within_node, flat.between_nodes)
             if isinstance(types := data.get("types"), dict):  # an empty built-in type stands for its datasheet
                 data = {**data, "types": {name: sheet for name, sheet in types.items() if sheet or name not in KNOWN}}

@@ -32,7 +32,7 @@ from tests.passes.test_pipeline import model
 from tests.thorough import thorough
 
 INSTANT = Interconnect(1e300, 0.0)
-SLOW = Device(1e6, int(1e12), 1e300)  # computation is all that takes time
+SLOW = Device(1e7, int(1e12), 1e300)  # computation is all that takes time
 TOKENS = 32
 SIZES = {
     "hidden_size": 16,

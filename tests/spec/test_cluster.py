@@ -18,9 +18,9 @@ from hydragraph.spec.known_devices import KNOWN
 FAST, SLOW = Interconnect(450e9, 5e-6), Interconnect(50e9, 1e-5)
 DEVICE = Device(flops_per_s=9.89e14, memory_bytes=80_000_000_000, memory_bytes_per_s=3.35e12)
 
-positive = st.floats(1e-300, 1e300)
-links = st.builds(Interconnect, positive, st.floats(0, 1e300))
-devices = st.builds(Device, positive, st.integers(1, 10**13), positive, st.integers(0, 3))
+positive = st.floats(1e7, 1e300)
+links = st.builds(Interconnect, positive, st.floats(0, 1))
+devices = st.builds(Device, positive, st.integers(10**5, 10**13), positive, st.integers(0, 3))
 clusters = st.builds(Cluster, st.lists(devices, min_size=1, max_size=4).map(tuple), links, links)
 
 
@@ -106,21 +106,27 @@ def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("memory_bytes: 9", "memory: 9", "devices[1]: unknown field 'memory': did you mean 'memory_bytes'?"),
-        ("memory_bytes: 9", "memory_bytes: 80 GB", "devices[1]: memory_bytes is '80 GB': give a finite number above 0"),
-        ("latency_s: 7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
-        ("{bytes_per_s: 5, latency_s: 7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
+        ("memory_bytes: 9e9", "memory: 9e9", "devices[1]: unknown field 'memory': did you mean 'memory_bytes'?"),
+        (
+            "memory_bytes: 9e9",
+            "memory_bytes: 80 GB",
+            "devices[1]: memory_bytes is '80 GB': give a finite number above 0",
+        ),
+        ("memory_bytes: 9e9", "memory_bytes: 80", "devices[1]: memory_bytes is 80: give bytes, such as 80e9"),
+        ("flops_per_s: 2e14", "flops_per_s: 312", "devices[1]: flops_per_s is 312: give FLOP/s, such as 989e12"),
+        ("latency_s: 0.7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
+        ("{bytes_per_s: 5e9, latency_s: 0.7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
         ("within_node: ", "within: ", "cluster: unknown field 'within': did you mean 'within_node'?"),
-        ("within_node: {bytes_per_s: 4, latency_s: 6}\n", "", "cluster: missing field 'within_node'"),
+        ("within_node: {bytes_per_s: 4e9, latency_s: 0.6}\n", "", "cluster: missing field 'within_node'"),
     ],
 )
 def test_yaml_errors_name_the_file_and_the_field(old: str, new: str, message: str, tmp_path: Path) -> None:
     good = (
         "devices:\n"
-        "  - {flops_per_s: 1, memory_bytes: 2, memory_bytes_per_s: 3}\n"
-        "  - {flops_per_s: 1, memory_bytes: 9, memory_bytes_per_s: 3}\n"
-        "within_node: {bytes_per_s: 4, latency_s: 6}\n"
-        "between_nodes: {bytes_per_s: 5, latency_s: 7}\n"
+        "  - {flops_per_s: 1e14, memory_bytes: 2e9, memory_bytes_per_s: 3e9}\n"
+        "  - {flops_per_s: 2e14, memory_bytes: 9e9, memory_bytes_per_s: 3e9}\n"
+        "within_node: {bytes_per_s: 4e9, latency_s: 0.6}\n"
+        "between_nodes: {bytes_per_s: 5e9, latency_s: 0.7}\n"
     )
     path = tmp_path / "c.yaml"
     path.write_text(good)
