@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hydragraph.train.starter_config import AvailableDevices, InspectedPaths
 
 SUFFIXES = (".yaml", ".yml")
+_STREAMS = (Path("/dev"), Path("/dev/fd"))
 
 
 def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -40,7 +41,10 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 
 
 def _is_config(path: Path) -> bool:
-    return path.suffix in SUFFIXES or (path.exists() and not path.is_file() and not path.is_dir())  # a pipe
+    if path.suffix in SUFFIXES:
+        return True
+    passed = path.parent in _STREAMS or not path.is_file()  # a redirected file or a pipe
+    return passed and path.exists() and not path.is_dir()
 
 
 def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:

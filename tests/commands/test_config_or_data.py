@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from hydragraph.commands.config_or_data import config_of, devices_here
+from hydragraph.commands.config_or_data import _is_config, config_of, devices_here
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.starter_config import AvailableDevices
 from tests.commands.tiny import run, write
@@ -88,6 +88,13 @@ def test_a_named_config_is_read(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "unused.yaml").exists()
     with pytest.raises(ValueError, match=r"is a config: pass only this config"):
         config_of([config, data], tmp_path / "unused.yaml")
+
+
+def test_a_config_is_read_from_a_redirected_file(tmp_path: Path) -> None:
+    with write(tmp_path).open() as file:
+        config = config_of([Path(f"/dev/fd/{file.fileno()}")], tmp_path / "unused.yaml")
+    assert config == TrainConfig.load(tmp_path / "config.yaml")
+    assert not _is_config(Path("/dev/shm"))
 
 
 def test_a_model_alone_and_names_of_the_hub_are_refused_with_a_remedy(model: Path, data: Path, tmp_path: Path) -> None:
