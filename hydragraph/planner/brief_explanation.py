@@ -115,7 +115,6 @@ class _Compared:
         return device_time(self.varied.costs, self.plan.strategy, self.plan.home, self.plan.assignment)
 
     def verdict(self, rival: Strategy, settled: Settled | None = None) -> tuple[str, float]:
-        """Return why a rival is slower, and its time in seconds."""
         if rival == self.plan.strategy:
             return "is the plan", self.plan.seconds
         try:

@@ -279,7 +279,6 @@ class _Queue:
                 self._promise(estimate)
 
     def next(self, limit: float) -> Proposal | None:
-        """Return the next proposal that may take less than `limit` seconds."""
         self._estimate_others(limit)
         while self._heap and self._heap[0][0] < limit:
             uncut, proposal = self._pop(limit)

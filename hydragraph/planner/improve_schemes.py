@@ -96,7 +96,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     if not np.isfinite(totals[at]):
         return []
     chosen = [priced[at]]
-    quickest = table[at]  # with the strategies chosen so far
+    quickest = table[at]
     while True:
         together = np.minimum(table, quickest).sum(1)
         at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))
@@ -107,7 +107,6 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
 
 
 def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
-    """Yield the results of one exchange: fewer pipelines of one scheme, and more of another."""
     usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
     for old, new in product(dict.fromkeys(strategy), usable):
         count = strategy.count(old)

@@ -315,7 +315,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         short += looked.short
         if any(math.isfinite(settled.seconds) for settled in looked.settled) or not looked.short:
             break
-    if asked.ways and PUBLISHED not in asked.ways:  # other methods plan on all devices
+    if asked.ways and PUBLISHED not in asked.ways:
         # Subsets of nodes get only the broadest search.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf

@@ -67,7 +67,7 @@ def static_or_dynamic(
     policy: Policy,
 ) -> Decision:
     from hydragraph.planner.assignment.best_candidate import (
-        compare_pipelines,  # only planning needs numba and scipy
+        compare_pipelines,
     )
 
     totals = [0.0] * len(candidates)

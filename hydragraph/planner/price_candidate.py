@@ -351,7 +351,7 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
     idle = float(pipelines * (pulled.sum() + pushed.sum()))
     messages = [(idle, idle, 0.0)] * costs.ranks
     for pipeline in strategy.pipelines:
-        own: dict[tuple[int, ...], list[range]] = {}  # blocks of each group of devices
+        own: dict[tuple[int, ...], list[range]] = {}
         for layer, stage in zip(pipeline.first_layers, pipeline.stages, strict=True):
             own.setdefault(stage.devices, []).append(range(*costs.outline.span(layer, layer + stage.layers)))
         for devices, spans in own.items():

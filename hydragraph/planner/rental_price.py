@@ -60,7 +60,6 @@ class RentalPrices:
             raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(node_prices):.4g} an hour")
 
     def nodes(self, lost: Collection[int]) -> dict[int, list[int]]:
-        """Return the ranks of each node, without lost ranks."""
         nodes: dict[int, list[int]] = {}
         for rank, device in enumerate(self.cluster.devices):
             if rank not in lost:

@@ -45,7 +45,7 @@ class PlanRequest:
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
         from hydragraph.planner.assignment.best_candidate import (
-            compare_pipelines,  # only planning needs numba and scipy
+            compare_pipelines,
         )
 
         now = self.reaching(max(lengths, default=0))
@@ -70,6 +70,5 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
 
 
 def get_ready() -> None:
-    """Import and compile the functions that planning needs."""
     pipelines = tuple(PipelineCost(1e-9, 1e-6, 1e-4, stages, 64, 8, stages) for stages in (2, 1))
     answer(PlanRequest((pipelines, pipelines[:1]), (0.0, 0.0)), (9, 17, 3, 20))

@@ -55,7 +55,7 @@ class Cards:
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0
-        uses = np.zeros((nodes, len(self._weights)))  # uses of a block on a node
+        uses = np.zeros((nodes, len(self._weights)))
         for pipeline in strategy.pipelines:
             done = 0
             for stage in pipeline.stages:

@@ -39,7 +39,7 @@ class TuningSet:
             list(b) for b in batches[:1]
         ]
         self._profile = profile
-        self._tables = cache(self._tables_for)  # by number of devices
+        self._tables = cache(self._tables_for)
         self.longest = [max(lengths, default=0) for lengths in self._batches]
         self.priced: dict[Strategy, Floats] = {}
 

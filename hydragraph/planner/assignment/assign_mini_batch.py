@@ -188,7 +188,7 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     orders = []
     count = np.zeros(pipelines, np.int64)
     estimates = np.zeros(pipelines)
-    first = 0  # index of the next micro-batch
+    first = 0
     for p, t in enumerate(problem.kind_of.tolist()):
         mine = np.flatnonzero(placed == p)
         if not len(mine):

@@ -116,7 +116,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     solution = linprog(
         objective, A_ub=work, b_ub=np.zeros(kinds), A_eq=whole, b_eq=np.ones(len(starts)), method="highs"
     )
-    if solution.x is None:  # some sequence fits no kind
+    if solution.x is None:
         return np.ones(kinds), np.zeros_like(cost)
     # Rounding may make dual prices negative.
     shares = np.zeros((len(starts), kinds))

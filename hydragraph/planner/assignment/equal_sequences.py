@@ -91,7 +91,7 @@ class _Ends:
         self._kind = kind
         self._length = length
         self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        self._rows: dict[int, NDArray[np.float64]] = {}  # by number of sequences
+        self._rows: dict[int, NDArray[np.float64]] = {}
 
     def at(self, n: int) -> tuple[float, tuple[int, ...]]:
         if n not in self._known:
@@ -171,7 +171,7 @@ class _PipelineKind:
         n = 0.0
         if seconds > filling:
             n = (math.sqrt(seconds) - math.sqrt(filling)) ** 2 / self.each
-            if (self.stages - 1) * self.each * n < self.fixed:  # one micro-batch is best
+            if (self.stages - 1) * self.each * n < self.fixed:
                 n = max(0.0, (seconds / self.stages - self.fixed) / self.each)
         if n > self.most * self._best(n):
             n = full

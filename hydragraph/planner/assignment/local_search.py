@@ -194,7 +194,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
     front = np.empty(kinds, np.int64)  # first pipeline of each kind to finish
-    least = np.empty(kinds)  # sort key of this pipeline
+    least = np.empty(kinds)
     for i in range(n):
         front[:] = -1
         least[:] = np.inf
@@ -341,9 +341,9 @@ def best_step(
     best_i = -1
     best_k = -1
     best_q = -1
-    tried = -1.0  # tokens of p's last tried sequence
+    tried = -1.0
     shorter = 0
-    seen = np.empty(len(kind_of))  # tokens of each partner's last tried sequence
+    seen = np.empty(len(kind_of))
     for i in range(n):
         if placed[i] != p or lengths[i] == tried:
             continue

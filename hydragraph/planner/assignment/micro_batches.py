@@ -203,7 +203,7 @@ def form_in_order(
         costs[placed[i]] += work[i]
         used[placed[i]] = True
     share = (terms[BUBBLE] + 1.0) / stages
-    number = np.zeros(count, np.int64)  # new indices, without empty micro-batches
+    number = np.zeros(count, np.int64)
     used_count = 0
     for j in range(count):
         if used[j]:

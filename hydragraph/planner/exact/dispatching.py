@@ -31,7 +31,6 @@ class Dispatch:
 
     Attributes:
         seconds: value of Eq. 3.
-        bound: lower bound on the time of any dispatch.
     """
 
     pipelines: tuple[tuple[int, ...], ...]

@@ -196,11 +196,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
-    """Return each running rank's bytes that remain besides a mini-batch and its share of the state.
-
-    Args:
-        safety: usable fraction of memory.
-    """
+    """Return each running rank's bytes that remain besides a mini-batch and its share of the state."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: safety * size - (part * size + batch_bytes(tokens, tokens)) for rank, size in usable.items()}

@@ -110,7 +110,6 @@ def propose(
 
 
 def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
-    """Return the work by level, without empty sequences."""
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
     if not len(tokens) or devices < 1 or context < 1:

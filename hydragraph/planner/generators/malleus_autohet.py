@@ -67,7 +67,6 @@ def search(
 
     Args:
         reach: tokens that must fit in every pipeline's memory; default: the tokens of a micro-batch.
-        until: deadline at which the search returns its results so far.
 
     Raises:
         Unsupported: all devices are lost.

@@ -80,7 +80,7 @@ def staged(
             break
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
-            continue  # a type was not measured
+            continue
         for flying in _flying(costs.outline.layers):
             if is_late(until):
                 break
@@ -88,7 +88,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # no plan fits with this many micro-batches in flight
+                continue
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)

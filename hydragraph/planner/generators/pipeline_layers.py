@@ -111,7 +111,7 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
     if stages > layers:
         return np.inf
     stage_layers = np.zeros(stages, np.int64)
-    further = np.empty(stages)  # seconds with one more layer
+    further = np.empty(stages)
     least = 0.0
     for s in range(stages):
         least = max(least, _with_one_more(0, layer[s], extra[s], cap[s]))

@@ -144,8 +144,6 @@ def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> 
     """Return how much longer a pipeline waits if each layer's pull and push are as slow as in the slowest pipeline.
 
     Args:
-        seconds: seconds of each stage for a micro-batch [S].
-        taken: layers of each stage [S].
         of_layer, slowest: seconds of each layer's pull and push, here and in the slowest pipeline [L].
     """
     stages = len(seconds)

@@ -35,11 +35,7 @@ class MetisDeviceType:
 
 @dataclass(frozen=True)
 class MetisCluster:
-    """Nodes, each with devices of one type.
-
-    Attributes:
-        nodes: type and number of devices of each node.
-    """
+    """Nodes, each with devices of one type."""
 
     types: Mapping[str, MetisDeviceType]
     nodes: tuple[tuple[str, int], ...]
@@ -56,7 +52,6 @@ class MetisCluster:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Number of devices by type, in order."""
         counts: Counter[str] = Counter()
         for kind, devices in self.nodes:
             counts[kind] += devices

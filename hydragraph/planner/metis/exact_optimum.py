@@ -586,7 +586,6 @@ def optimum(
     Args:
         smallest: minimum number of ranks of a stage, a power of two.
         known: plan to return if none is better.
-        until: deadline at which the search returns its best plan so far.
     """
     tables = problem.tables
     best = known

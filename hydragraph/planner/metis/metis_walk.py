@@ -74,7 +74,6 @@ def walk(
     """Walk the degrees of each division into S stages; return the fields of `Best`.
 
     Args:
-        kinds: type of each rank [N].
         places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
         stages: number of stages that Metis prices on its first visit.
