@@ -203,7 +203,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
     sums = _OpenAccount()
-    free = 0.0  # end of the latest computation or wait
+    free = 0.0
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):

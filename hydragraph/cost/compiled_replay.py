@@ -106,7 +106,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                 if x >= count:
                     a = skip[row, a]
                     continue
-                if x < 0:  # the row has ended
+                if x < 0:
                     break
                 m = order[x]
                 s = stage[row, a]

@@ -107,7 +107,6 @@ class Corrections:
         return ratios if len(ratios) >= LEAST else ()
 
     def __str__(self) -> str:
-        """Text such as "backward x1.12 from 14 steps; rank 2 takes 1.4x as long"."""
         types = tuple(dict.fromkeys(self.types))
         parts = []
         for kind in CORRECTED:
@@ -176,7 +175,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
 
 
 def _corrected(name: str, piece: BlockPiece, kind: StageKind, ahead: float, back: float) -> BlockPiece:
-    if name == AUX:  # AUX has no backward
+    if name == AUX:
         forward = piece.forward.times(ahead) if piece.forward is not None else None
         return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)
     one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))

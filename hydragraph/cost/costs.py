@@ -92,7 +92,6 @@ class Costs(Pricing):
         push_itemsize: int | None = None,
         state_bytes: int | None = None,
     ) -> Costs:
-        """Return costs with arguments replaced."""
         costs = Costs(
             profile or self.profile,
             cluster or self.cluster,

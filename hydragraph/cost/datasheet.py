@@ -300,7 +300,6 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
 
 
 def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Iterator[tuple[Product, ...]]:
-    """Yield the products that `passes/sums_in_pieces.py` computes in pieces before each sum."""
     for where in ("exit", "enter"):
         for node in (n for n in graph.nodes if n.target is communicate and n.args[1] == where):
             results = [operands(node)[0]] if where == "exit" else list(node.users)

@@ -85,9 +85,9 @@ class Engine:
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
         self._summed: list[dict[int, float]] = [{} for _ in actors]  # push -> when second owners can receive its sums
-        self._at = [0] * len(actors)  # each actor's position in its compute queue
-        self._clock = [0.0] * len(actors)  # end of each actor's last computation
-        self._latest = [-1] * len(actors)  # index of that computation
+        self._at = [0] * len(actors)
+        self._clock = [0.0] * len(actors)
+        self._latest = [-1] * len(actors)
         self._queues = [
             (
                 p.pulls,

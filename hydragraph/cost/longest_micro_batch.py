@@ -81,7 +81,7 @@ class LongestMicroBatch:
         """Yield (stage position, rank) pairs; if a micro-batch fits on these, it fits on all ranks."""
         spans = self._costs.spans(pipeline)
         contents = [self._contents(*span) for span in spans]
-        looked: list[tuple[object, Counter[object], float]] = []  # inner stages so far
+        looked: list[tuple[object, Counter[object], float]] = []
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
             alike = (stage.kind, stage.stream, stage.offload, frozenset(self._own_shares(stage, spans[at])))

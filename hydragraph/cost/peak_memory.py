@@ -23,7 +23,7 @@ class Peak:
         self._bytes_at = bytes_at
         self._step = step
         self._known: dict[int, float] = {}
-        self._start = step  # first guess of the next answer
+        self._start = step
 
     def holds(self, tokens: int, limit: float) -> bool:
         return self.needs(tokens) <= limit

@@ -50,7 +50,7 @@ class ProfileBlocks:
         lines = piece.held
         gradients = 0 if lines and lines.added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
         if lines is None:  # older profiles have only `kept`, `working` and `fixed`
-            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the loss is a scalar
+            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
             return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)

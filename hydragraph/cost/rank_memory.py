@@ -265,7 +265,7 @@ class Walk:
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
         for value in instruction.after:
-            if value.kind is ValueKind.WEIGHTS:  # the exchange ends for senders too
+            if value.kind is ValueKind.WEIGHTS:
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
                 self._alive.drop(exchange_name(Op.PUSH, value.exchange))
@@ -347,7 +347,7 @@ class Walk:
         total = gradients(name)
         kept = () if link.outgoing else (total,)  # if no copy is made, the value itself is sent
         size = max(link.outgoing + link.incoming, link.handed)  # to first owners, then to second owners
-        if bucket_of(name) in self._pushed and not self._stays_home(name):  # added to sums of earlier pushes
+        if bucket_of(name) in self._pushed and not self._stays_home(name):
             size += GRADIENT_BYTES * traffic.owners.first.local_size(self._rank)
         self._pushed.add(bucket_of(name))
         self._fly(exchange_name(Op.PUSH, name), size, *kept)

@@ -177,7 +177,6 @@ class Timeline:
         write_events((events(rank) for rank in range(len(self.actor_of))), Path(path))
 
     def __str__(self) -> str:
-        """One line per rank: busy milliseconds of each stream, and the idle fraction."""
         copies = any(self.busy_s(actor.ranks[0], Stream.OFFLOAD) for actor in self.actors)
         streams = [stream for stream in Stream if copies or stream is not Stream.OFFLOAD]
         names = "".join(f"{stream.value:>12}" for stream in streams)
@@ -194,8 +193,8 @@ Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
     maker: dict[Value, int] = {}
-    latest: dict[Stream, int] = {}  # instruction that ends last
-    free = 0.0  # end of the latest computation or wait
+    latest: dict[Stream, int] = {}
+    free = 0.0
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):
             continue

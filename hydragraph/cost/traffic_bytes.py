@@ -72,7 +72,7 @@ class BucketTraffic:
         if itemsize == WEIGHT_BYTES and self._weights_stay:
             sends, receives = copy(self.owners, self.users, rank).of(rank)
             if _same(sends, self.owners.local_size(rank), receives, size):
-                return 0  # the home shard itself
+                return 0
         return size * itemsize
 
     def sums_at_home(self, rank: int) -> bool:
