@@ -178,7 +178,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     # Round each boundary separately, so that rounding errors do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
-    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the last share gets the remainder
+    cuts[np.flatnonzero(weights)[-1] + 1 :] = size
     return cuts
 
 

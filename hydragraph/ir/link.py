@@ -168,7 +168,7 @@ def _equal_shards(layout: Layout) -> bool:
         return False
     shard = layout.size // n
     starts = np.arange(n) * shard
-    one_each = bool((np.diff(layout.rank) > 0).all())  # no rank occurs twice
+    one_each = bool((np.diff(layout.rank) > 0).all())
     return one_each and np.array_equal(layout.lo, starts) and np.array_equal(layout.hi, starts + shard)
 
 

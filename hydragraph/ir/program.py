@@ -147,7 +147,6 @@ class Program:
 
     @cached_property
     def outline(self) -> Outline:
-        """Outline for building rank programs."""
         return Outline(
             blocks=tuple(b.name for b in self.blocks),
             buckets=tuple((b.name, b.blocks) for b in self.buckets if b.blocks),
@@ -158,7 +157,6 @@ class Program:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """Names of parameters that get a gradient."""
         return frozenset(p.name for b in self.buckets if b.learns for p in b.parameters)
 
     @cached_property

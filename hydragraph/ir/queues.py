@@ -124,7 +124,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
     for program in programs:
         rank = _Rank()
         by_value: dict[Value, _Message] = {}
-        marked = 0  # number of computations before the last send
+        marked = 0
         for at, instruction in enumerate(program.instructions):
             if instruction.op in (Op.SEND, Op.RECEIVE):
                 assert instruction.peer is not None, "a send or receive must have a peer"

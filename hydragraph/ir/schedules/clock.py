@@ -124,7 +124,7 @@ def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
 def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
     size = len(set(rows))
     forwards: list[int] = []
-    begin = 0  # start of the round
+    begin = 0
     there: list[int] = []
     for row in rows:
         if row in there:

@@ -96,13 +96,11 @@ class Shape:
 
     @cached_property
     def micro_batches(self) -> tuple[range, ...]:
-        """Numbers of each pipeline's micro-batches."""
         ends = list(accumulate(self.counts, initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
     @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """Pipelines that use each row."""
         return tuple(tuple(p for p, chain in enumerate(self.stages) if s in chain) for s in range(self.size))
 
     @cached_property
