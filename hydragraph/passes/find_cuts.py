@@ -100,7 +100,7 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
         return operands(user)[0] is parameter
     if chosen_rows(user) is parameter:
         return len(user.users) == 1
-    if user.target is aten.squeeze.dim:  # the taps of a convolution
+    if user.target is aten.squeeze.dim:
         return all(reader.target is causal_convolution for reader in user.users)
     if user.target is causal_convolution or is_pointwise(user):
         return True

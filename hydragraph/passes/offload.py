@@ -27,7 +27,7 @@ def moves(size: int) -> bool:
 
 def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Copy an offloading stage's saved values to host memory and back, and free their device memory."""
-    del mode  # evaluations save no values
+    del mode
     stage = placement.stage_of.get(program.rank)
     if stage is None or not stage.offload:
         return program

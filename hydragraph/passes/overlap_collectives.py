@@ -37,7 +37,7 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
                     copies[read] = _result(graph, read, started.pop(read))
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
-    since: list[fx.Node] = []  # nodes after the last collective
+    since: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op != "call_method" or node.target not in STARTS:
             since.append(node)

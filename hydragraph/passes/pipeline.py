@@ -34,7 +34,6 @@ def rank_programs(
 
     Args:
         micro_batches: number of micro-batches of each pipeline, 0 or more.
-        mode: "train", "gradients" for everything except the update, or "evaluate" for forwards only.
 
     Raises:
         ValueError: the arguments are inconsistent.

@@ -29,10 +29,9 @@ class BackwardPart:
 
 
 def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
-    """Return the input half and the weight half of a backward."""
     nodes = list(variant.backward.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    named = dict(zip(inputs, variant.needs, strict=False))  # other inputs: buffers and betas
+    named = dict(zip(inputs, variant.needs, strict=False))
     results: list[fx.Node] = list(nodes[-1].args[0])
     gradients = dict(zip(variant.gradients, results, strict=True))
     hidden = gradients.pop("hidden", None)

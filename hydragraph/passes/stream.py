@@ -85,7 +85,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     ranks = stage.ranks if stage else ()
     waiting = deque(zip(exchanges.turns, _exchanges(placement.outline, exchanges.turns, ranks), strict=True))
     placed: list[Instruction] = []
-    received: list[Instruction] = []  # placed before the next block
+    received: list[Instruction] = []
     for instruction in program.instructions:
         if instruction.op is Op.RECEIVE or instruction.target == "aux":
             received.append(instruction)
@@ -241,7 +241,6 @@ def _pushes(
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
-    """Return the time of each computation in a timeline in which every pipeline takes one unit of time."""
     by_ranks = {stage.ranks: stage for stage in placement.stages}
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}

@@ -42,8 +42,7 @@ _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDiction
 class Library(Protocol):
     """Source of traced, uncompiled variants; `str` returns its location."""
 
-    def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec, or None."""
+    def variant(self, spec: VariantSpec) -> Variant | None: ...
 
     def source(self, spec: VariantSpec) -> str:
         """Return an identifier of the file content for a spec, or ""."""
@@ -94,7 +93,7 @@ class Variants:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _shared.update(self._known.items())  # reuse them as if compiled here
+        _shared.update(self._known.items())
 
     def __len__(self) -> int:
         return len(self._known)
