@@ -125,7 +125,6 @@ def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
 
 
 def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
-    """Return whether a device belongs to a type, whose `members` are at least as fast."""
     leader = members[0]
     memories = sorted((own.memory_bytes, leader.memory_bytes))
     if own.name != leader.name or memories[0] < ALIKE * memories[1]:

@@ -408,7 +408,7 @@ class Executor:
     def _fetch(self, it: _Iteration, instruction: Instruction) -> None:
         (host,) = instruction.reads
         (back,) = instruction.writes
-        room = it.values[host].room(self._device)  # allocated on the compute stream
+        room = it.values[host].room(self._device)
         free = self.streams.mark()
         with self.streams.on(Stream.OFFLOAD):
             self.streams.wait(free)
@@ -482,7 +482,7 @@ class Executor:
         else:
             it.values[value] = total
             for parameter, shard in self._shards(it, value).items():
-                if parameter not in it.added:  # the parameter got no gradient
+                if parameter not in it.added:
                     shard.zero_()
             if total is not home:  # the bucket's next push has another buffer
                 it.added.difference_update(it.prepared.shards[value.bucket])
@@ -524,7 +524,6 @@ class Executor:
             it.pushed = True
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
-        """Start sending finished sums to second owners, in the order of the pushes."""
         for value, pending in list(it.pushing.items()):
             if pending.follows:
                 if not (wait or pending.arrived):

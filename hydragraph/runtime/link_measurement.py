@@ -113,7 +113,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
         alone_s: message time if one pair sends alone.
         together_s: slowest message's time if all pairs send at once.
     """
-    if pairs < 2:  # one pair uses one card
+    if pairs < 2:
         return 1
     sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs per card
     return max(1, round(ranks / sharing))

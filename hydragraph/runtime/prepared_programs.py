@@ -149,7 +149,7 @@ class Preparer:
         variant = variants.get(block, part)
         visit = stage.visit_of(at)
         first, end = stage.blocks[visit]
-        scores = program is not self._program and block is program.blocks[-1]  # a score is one value per token
+        scores = program is not self._program and block is program.blocks[-1]
         others = [i for i in template.inputs if i.startswith("other.")]
         # Pipelines that share a stage agree on its neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
@@ -180,7 +180,7 @@ class Preparer:
         # The first rank represents its stage.
         parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
         kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
-        source = self._homes[bucket.name]  # one layout object per home
+        source = self._homes[bucket.name]
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:

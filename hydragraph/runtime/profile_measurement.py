@@ -426,7 +426,7 @@ class _Bench:
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
-        weights = piece.parameters * (2 * 4 + device.itemsize)  # fp32 weights, fp32 gradients, and cast weights
+        weights = piece.parameters * (2 * 4 + device.itemsize)
         own = []
         for row in rows:
             left = device.memory - piece.fixed - sum(row) * piece.working

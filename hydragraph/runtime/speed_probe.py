@@ -71,7 +71,7 @@ class SpeedProbe:
         self._multiply(factor, out)  # warm-up
         began = self._read(0)
         now, count = began.seconds, 0
-        stops = []  # readings at the ends of stops
+        stops = []
         while now < began.seconds + self.most_s:
             before = now
             self._multiply(factor, out)
