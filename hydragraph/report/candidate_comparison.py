@@ -65,8 +65,6 @@ class MemoryUse:
 
     Attributes:
         devices: number of the strategy's devices, which share the optimizer state.
-        max_len: maximum tokens of a micro-batch.
-        util_len: desired minimum tokens of a micro-batch.
         states: bytes of the state; if `max_len` was measured, this field and those below are None.
         per_token: bytes of activations per token.
         reserved: bytes that must stay free.
@@ -91,7 +89,6 @@ class ComparedCandidate:
         memory: memory use of each distinct scheme.
         seconds: mean over the mini-batches; infinite if one does not fit, and `bound` if they were not assigned.
         alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
-        fits: number of mini-batches that fit.
         wins: number of mini-batches on which this candidate is the fastest.
     """
 

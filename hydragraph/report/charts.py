@@ -30,8 +30,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line through a chart."""
-
     x: float
     title: str
     style: str

@@ -51,7 +51,6 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
-    """Return changes of the number of ranks as (step, number from then on), () if it never changed."""
     counts: list[tuple[int, int]] = []
     change = 0  # ranks gained since the last "resumed" event
     for event in events:

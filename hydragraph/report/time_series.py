@@ -22,7 +22,7 @@ MOST_LANES = 48
 def course_data(course: IterationView) -> dict[str, Any]:
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
-    tracks: dict[int, int] = {}  # equal lanes share data
+    tracks: dict[int, int] = {}
     packed: list[list[list[int]]] = []
     lanes = []
     for lane in course.lanes:
