@@ -187,7 +187,7 @@ class Collectives(SumsProducts):
 
         def result() -> Tensor:
             self.wait(Message(work))
-            places = sorted(self.ranks)  # order of the process group
+            places = sorted(self.ranks)
             return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
         return Started(result, x)

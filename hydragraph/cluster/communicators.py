@@ -103,7 +103,7 @@ class Groups:
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # Groups by sorted ranks, least recently used first, in equal order on all ranks; None if this rank is outside.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
-        self._pairs: set[Pair] = set()  # connected pairs that include this rank
+        self._pairs: set[Pair] = set()
         if world.ranks > 1:
             began = time.perf_counter()
             if watch is not None:

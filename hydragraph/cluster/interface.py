@@ -23,7 +23,7 @@ def interface_for(address: str) -> str | None:
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
     if address == "localhost" or (address in resolved(address) and is_loopback(address)):
-        return None  # all ranks are on this machine
+        return None
     for target in (*resolved(address), *_ANYWHERE):
         source = _source(target)
         if source is not None and not is_loopback(source):
@@ -64,6 +64,6 @@ def address_of(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # the interface has no address
+        except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])

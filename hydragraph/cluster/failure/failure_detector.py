@@ -50,7 +50,7 @@ class Judge:
 
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
-        self._ended: dict[int, float] = {}  # seconds since the end of each rank's process
+        self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._switches: dict[int, int] = {}
         self._left: set[int] = set()

@@ -87,7 +87,7 @@ class _Others:
     def listen(self, machines: list[str], elapsed: float) -> None:
         for machine in machines:
             if not self.store.check([self.key(machine)]):
-                continue  # its sentinel has not started yet
+                continue
             beat = json.loads(self.store.get(self.key(machine)))
             news = machine not in self.beats or beat["beats"] != self.beats[machine]["beats"]
             self.silent[machine] = 0.0 if news else self.silent[machine] + min(elapsed, PAUSE_S)

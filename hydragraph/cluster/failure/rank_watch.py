@@ -87,8 +87,8 @@ class Watch:
         self._describe: Callable[[], Callable[[int, int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
         self._step = 0
-        self._inside = 0  # calls in progress, on all threads
-        self._waits = 0  # waits in progress, on all threads
+        self._inside = 0
+        self._waits = 0
         self._own = threading.local()
         self._main = threading.get_ident()
         # Texts that describe this rank: its last action, the main thread's call, another thread's call.
@@ -102,10 +102,10 @@ class Watch:
         self._judge = Judge()
         self._stall = Stall()
         self._members: tuple[RollEntry, ...] = ()
-        self._unseen_s = 0.0  # seconds since the last check of this machine's ranks
+        self._unseen_s = 0.0
         self._explaining = False
         self._death: tuple[int, str] | None = None
-        self._first = False  # whether this is the machine's first rank
+        self._first = False
         self._sentinel: Sentinel | None = None
         self._waiter = Waiter(_POLL)
         self._thread: threading.Thread | None = None
@@ -304,7 +304,6 @@ class Watch:
         return self._cut_at is not None and time.monotonic() - self._cut_at > _LAST_CHANCE.total_seconds()
 
     def waiter(self) -> Waiter:
-        """Return a waiter for another thread."""
         return Waiter(_POLL)
 
     def check(self) -> None:
@@ -403,7 +402,7 @@ class Watch:
         now = time.monotonic()
         if len(self._members) < self.ranks and now - self._asked_roll > _ROLL_S:
             self._members = roll.members()
-            self._asked_roll = now  # set after the store's answer
+            self._asked_roll = now
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
             post = post_of(client, name, roll.machine, self._board.address, self.ranks)
             if several and self._sentinel is None and self._fault is None and post is not None:

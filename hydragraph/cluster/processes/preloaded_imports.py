@@ -48,7 +48,7 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
         function = pending.pop()
         while isinstance(function, functools.partial):
             function = function.func
-        function = getattr(function, "__func__", function)  # function of a bound method
+        function = getattr(function, "__func__", function)
         if not isinstance(function, FunctionType) or id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))

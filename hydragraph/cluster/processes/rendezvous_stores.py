@@ -50,7 +50,6 @@ def resolved(address: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address (not a name) is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -101,7 +101,7 @@ def _prepare(
         if log_level is not None:
             log.show(log_level)
         function, _ = pickle.loads(prepare)
-        gc.freeze()  # as in a rank
+        gc.freeze()
         file.write(function())
         outcome: Returned | Raised = Returned(b"")
     except BaseException as error:

@@ -188,7 +188,7 @@ class Member:
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
         os.environ |= {"LOCAL_RANK": str(here.index(self.number)), "LOCAL_WORLD_SIZE": str(len(here))}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        if ranks == 1:  # a single rank has no process group
+        if ranks == 1:
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
         if ranks > 1:
@@ -209,7 +209,7 @@ class Member:
         while not self._closed.wait(_EAR_S):
             try:
                 self._orders = self._heard.orders()
-            except RuntimeError:  # the store is gone, and so is the launcher
+            except RuntimeError:
                 return
 
 

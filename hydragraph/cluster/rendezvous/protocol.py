@@ -58,8 +58,6 @@ class Generation:
         leaving: members that hand over their state and end.
         holds: generation in whose layout members hold state, or 0 without state.
         before: each member's rank in generation `holds`, or None if it holds no state of that generation.
-        lost: members of the previous generation that are not in this one.
-        joined: members that were not in the previous generation.
         ending: why this generation only saves and ends; "" if it continues.
     """
 
@@ -179,7 +177,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
         return record  # training has not begun, and strategies need all ranks
     stay = len(members) - len(leaving)
     if stay < rules.least and (starting or coming) and not (leaving and not stay):
-        return record  # the missing ranks will come
+        return record
     if not members:
         over = "all ranks are lost" if record.current or orders.out else ""
         return replace(record, orders=replace(orders, over=over)) if over else record

@@ -56,8 +56,6 @@ class Nodes:
     """The machines of a run, including this one; a launcher started one process on each.
 
     Attributes:
-        number: index of this machine.
-        count: number of machines.
         address, port: address and port of the launcher's store, which is on machine 0.
         shared: whether the launcher, not the process of machine 0, hosts this store.
         again: errors that make the leader restart the run.
@@ -83,7 +81,6 @@ class Nodes:
         return sum(self.of(earlier, ranks) == self.of(seat, ranks) for earlier in range(seat))
 
     def here(self, number: int, ranks: int) -> int:
-        """Return the number of ranks of a machine."""
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
 
@@ -560,7 +557,7 @@ def _watched(connected: socket.socket, patience_s: float) -> None:
         ("TCP_KEEPCNT", int(patience_s)),
         ("TCP_USER_TIMEOUT", int(1000 * patience_s)),
     ):
-        if hasattr(socket, name):  # Linux has all these options
+        if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

@@ -89,7 +89,7 @@ def run_members(
             node = nodes.of(seat, ranks)
             place = replace(place, host=nodes.address, node=node, local=nodes.local(seat, ranks))
             place = replace(place, here=nodes.here(node, ranks))
-            if node != nodes.number:  # the deputy adds its own environment
+            if node != nodes.number:
                 order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
                 return hub.start(node, order)
             own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
