@@ -204,7 +204,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
             parts = [x[low:high] for x in shard.tensors()]
             _adamw[(-(-(high - low) // _BLOCK),)](
                 *parts[:4],
-                parts[-1],  # the copy, or an unused tensor
+                parts[-1],
                 high - low,
                 *settings.numbers(shard.step),
                 MAXIMIZE=settings.maximize,
@@ -281,7 +281,6 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter with a gradient; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -19,7 +19,6 @@ class Usage:
 
 
 def usage(cubin: bytes) -> Usage:
-    """Return the usage of the only kernel in a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -44,7 +44,6 @@ class Batch:
     Attributes:
         origins: source offset of each range, [R] int64, in elements.
         places: target offset of each range.
-        lengths: length of each range.
         beside: offset of each range if stored without gaps.
     """
 

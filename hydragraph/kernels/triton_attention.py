@@ -128,7 +128,7 @@ def _attend(  # type: ignore[no-untyped-def]
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
-    for edge in tl.static_range(2):  # without a mask, then with a mask
+    for edge in tl.static_range(2):
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
             k_from = k_at + (first + n) * k_token + k_tile
