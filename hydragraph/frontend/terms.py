@@ -31,7 +31,7 @@ from hydragraph.frontend.token_axes import (
 )
 from hydragraph.frontend.token_order import ARANGES, SAME, Rows, viewed
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.graph_node import operands, shape
+from hydragraph.passes.graph_node import dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 from hydragraph.private.operator_schemas import argument_of, aten_operators
 from hydragraph.private.tracing import is_counted, is_one_less, symbols_in
@@ -179,6 +179,8 @@ def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node
         return _ACROSS
     first = operands(node)[0]
     (dim,) = symbolic_dims(node)
+    if node.target is dropout and not _has_all_tokens(node):  # keys are those of tokens
+        return _ACROSS
     if node.target in RESHAPES and first in rows:
         (symbol, *_) = symbols_in(shape(first)[rows[first][0]])
         seen = viewed(node, row_of, dim, symbol)
@@ -256,6 +258,11 @@ def _is_index(node: fx.Node) -> bool:
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(value_of(node), "dtype", None)
+
+
+def _has_all_tokens(node: fx.Node) -> bool:
+    hidden = next(n for n in node.graph.find_nodes(op="placeholder") if n.name == "hidden")
+    return len({str(shape(n)[d]) for n in (node, hidden) for d in symbolic_dims(n)}) == 1
 
 
 def _has_rows(node: fx.Node) -> bool:

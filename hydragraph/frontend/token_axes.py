@@ -149,9 +149,6 @@ def _problem(
     orders = {rows[n].order for n in with_tokens}
     if node.target in ALONG_SEQUENCES:
         return None if orders == {1} else _ROUTED
-    if node.target is dropout:  # dropout keys are in batch order
-        x, *_, token_dim = operands(node)[:7]
-        return None if orders == {1} and (x not in rows or rows[x].dim == token_dim) else _MIXES
     if len(orders) > 1 or len(dims) != 1:
         return _MIXES
     if node.target in RESHAPES:
@@ -204,6 +201,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return _einsum_keeps(node, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         return argument_of(node, "dim") % ndim != dim and len({dims[n] for n in with_tokens}) == 1
+    if target is dropout:  # dropout keys are in batch order
+        return bool(dims.get(first, dim) == arguments[6])
     if target in LOSSES:
         return first in dims and argument_of(node, "reduction") == 0  # if classes are tokens, the result has no tokens
     if target in _OF_TWO:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
@@ -56,6 +57,7 @@ SEPARATE["running sums within sequences"] = lambda x, b: far(
     torch.cat([x.new_zeros(1), each(x, b).cumsum(0)])[torch.arange(x.shape[1], device=x.device) + 1]
     - torch.cat([x.new_zeros(1), each(x, b).cumsum(0)])[b["cu_seqlens"].long()[:-1][owners(b)]]
 ).sum()
+SEPARATE["dropout of logits"] = lambda x, b: (F.dropout(x[0], 0.1).logsumexp(-1) * counted(b)[0]).sum()
 SEPARATE |= {
     "each sequence by a difference": lambda x, b: (
         per_sequence(x, b) / (b["cu_seqlens"].float()[1:] - b["cu_seqlens"].float()[:-1]).clamp(max=5)
@@ -129,11 +131,12 @@ ACROSS = {
     "running sums from the first bound": lambda x, b: far(
         each(x, b).cumsum(0)[b["cu_seqlens"][1:].long() - 1] - each(x, b).cumsum(0)[b["cu_seqlens"][:1].long()]
     ).sum(),
+    "dropout of sequences": lambda x, b: F.dropout(per_sequence(x, b)[:, None].expand(-1, 2), 0.1).sum(),
     "a longest length": lambda x, b: (each(x, b) / b["max_length"]).sum(),
 }
 
 
-@only("DPO on sums of sequences", "each sequence by a difference of narrow")
+@only("DPO on sums of sequences", "each sequence by a difference of narrow", "dropout of logits")
 @pytest.mark.parametrize("name", SEPARATE)
 def test_sums_of_separate_terms_are_captured(name: str) -> None:
     loss: Any = SEPARATE[name]
