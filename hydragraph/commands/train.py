@@ -369,8 +369,8 @@ def _print_events(outcome: RunOutcome) -> None:
     part = "" if wall_time.goodput is None else f" ({wall_time.goodput:.0%} of the undisturbed {wall_time.rate:,.0f})"
     _print(
         f"goodput: {wall_time.tokens_per_s:,.0f} tokens/s over {wall_time.seconds:,.1f} s{part}: "
-        f"{wall_time.paused_s:.3g} s of pauses, {wall_time.lost_s:.1f} s of lost work, "
-        f"{round(wall_time.slower_s, 1) + 0.0} s by slower steps; "
+        f"{wall_time.paused_s:.3g} s of pauses, {wall_time.lost_s:z.1f} s of lost work, "
+        f"{wall_time.slower_s:z.1f} s by slower steps; "
         f"all events are in {outcome.folder.events}"
     )
 

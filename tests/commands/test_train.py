@@ -10,16 +10,20 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from typer.testing import Result
 
 from hydragraph.commands.launch_process import first_seen, running_s
-from hydragraph.commands.train import surviving
+from hydragraph.commands.train import _print_events, surviving
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.goodput import WallTime
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import read_metrics
+from hydragraph.train.stragglers.run_events import RunEvent, append_event
+from hydragraph.train.train_state import RunOutcome
 from tests.commands.tiny import LOPSIDED, computed, run, write
 from tests.thorough import thorough
 
@@ -55,6 +59,14 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
     assert "lost work" not in result.stderr
     again = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [computed(line) for line in whole] == [computed(line) for line in again]
+
+
+def test_no_time_is_told_as_a_negative_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append_event(tmp_path / "events.jsonl", RunEvent(2, "fault", (1,), 0.0, "rank 1 is lost"))
+    wall_time = WallTime(4.0, 300, 75.0, 4.0, 0.0, -0.01, -0.01, (), 0, 0)
+    with mock.patch("hydragraph.train.goodput.account", return_value=wall_time):
+        _print_events(RunOutcome(RunFolder(tmp_path)))
+    assert "s of pauses, 0.0 s of lost work, 0.0 s by slower steps" in capsys.readouterr().err
 
 
 def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(

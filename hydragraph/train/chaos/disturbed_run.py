@@ -292,10 +292,10 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
             seconds = median(event.seconds for event in restores)
             yield "read in pieces", f"{sizes}; {len(restores)} times, median {seconds:.2f} s"
         yield "wall time", f"{wall_time.seconds:.1f} s, undisturbed {calm.seconds:.1f} s"
-        stopped = f"{wall_time.paused_s:.1f} s of pauses, {wall_time.lost_s:.1f} s of lost work"
+        stopped = f"{wall_time.paused_s:.1f} s of pauses, {wall_time.lost_s:z.1f} s of lost work"
         yield (
             "wall time by cause",
-            f"{wall_time.full_s:.1f} s at full speed, {stopped}, {wall_time.slower_s:.1f} s by slower steps",
+            f"{wall_time.full_s:.1f} s at full speed, {stopped}, {wall_time.slower_s:z.1f} s by slower steps",
         )
         yield (
             "goodput",
