@@ -168,6 +168,9 @@ def remarks(
         said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
         how = "the run trains with" if config.model.dropout else "model.dropout is false, so the run disables"
         yield f"{how} the dropout of the model's config: {said}"
+    lora = config.adapter is not None and config.adapter.lora.dropout
+    if config.objective is not None and (lora or (rates and config.model.dropout)):
+        yield "the objective's gradients are approximate, because answers are scored without dropout"
     for i, strategy in enumerate(strategies):
         same = strategies.index(strategy)
         if same < i:

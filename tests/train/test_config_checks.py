@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,14 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
         "strategies[2] is the same as strategies[0]",
         "strategies[2]: rank 1 would be idle",
     ]
+
+
+@pytest.mark.parametrize(("changed", "told"), [({"dropout": 0.1}, True), ({}, False)])
+def test_an_objective_with_dropout_is_remarked(changed: dict[str, float], told: bool) -> None:
+    settings = config(objective="dpo", adapter={"lora": changed})
+    batches: Any = SimpleNamespace(tokens=1000)
+    said = remarks(settings, skeleton(settings.model, 300), (), 1, batches, 1)
+    assert any("scored without dropout" in sentence for sentence in said) == told
 
 
 @pytest.mark.parametrize("dropout", [True, False])
