@@ -64,6 +64,6 @@ def address_of(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
+        except OSError:  # the interface has no address
             return None
     return socket.inet_ntoa(answer[20:24])

@@ -22,7 +22,7 @@ def elements_sent(
         stages: ranks of each stage that uses the bucket, in tensor-parallel order.
         splits_tokens: whether the ranks of a stage have partial sums of gradients.
     """
-    from hydragraph.ir.link_volume import copied, reduced
+    from hydragraph.ir.link_volume import copied, reduced  # numba is imported only to price traffic
 
     sums = GradientKind.PARTIAL if splits_tokens else GradientKind.REPLICA
     users = propagation(bucket, stages, {parameter.name: sums for parameter in bucket.parameters})

@@ -87,7 +87,7 @@ def schemes_of(
         home: owners of the state, ignored for published constants; default: equal shares.
     """
     if profile.blocks and profile.device is not None:
-        from hydragraph.cost.costs import Costs
+        from hydragraph.cost.costs import Costs  # PyTorch is not needed for published constants
 
         return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)
     return profile if schemes is None else profile.only(schemes)

@@ -115,7 +115,7 @@ class Roads:
 
     @cached_property
     def _links(self) -> LinkTable:
-        from hydragraph.cost.message_rounds import LinkTable
+        from hydragraph.cost.message_rounds import LinkTable  # numba is imported only for exchanges
 
         links = [
             self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)

@@ -85,7 +85,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
         prove_sizes(joint, proven)
         try:
             return None if assumptions(values) else encode(joint)
-        except ValueError:
+        except ValueError:  # graph data cannot represent it
             return None
 
     data = _traces.get(_plain(spec).key, make)

@@ -136,7 +136,7 @@ class _Elsewhere(fx.Interpreter):
             return self._empty(value_of(n))
         try:
             result = super().run_node(n)
-        except NotImplementedError:
+        except NotImplementedError:  # the operator has no shape function
             return self._empty(value_of(n))
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]

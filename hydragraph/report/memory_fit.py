@@ -130,7 +130,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
         if length is not None:
             return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
     for sequence_parallel in (True, False):
-        with suppress(Unsupported):
+        with suppress(Unsupported):  # the profile may not contain such stages
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
                     tried = fit(costs, strategy, merged)

@@ -315,7 +315,7 @@ def private_folder() -> TemporaryDirectory[str]:
 def kill_here(crew: Sequence[RankHandle]) -> None:
     """Kill the processes of this machine without waiting; any thread may call this."""
     for member in crew:
-        with suppress(ValueError):
+        with suppress(ValueError):  # the process was closed meanwhile
             if member.process.pid and member.process.is_alive():
                 member.process.kill()
 

@@ -209,7 +209,7 @@ class Member:
         while not self._closed.wait(_EAR_S):
             try:
                 self._orders = self._heard.orders()
-            except RuntimeError:
+            except RuntimeError:  # the store is gone, and so is the launcher
                 return
 
 

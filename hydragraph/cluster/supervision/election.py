@@ -108,7 +108,7 @@ class Election:
         while not self._closed.wait(interval_s):
             try:
                 task()
-            except Exception:
+            except Exception:  # the next attempt may succeed
                 _LOG.exception("a step of the leader's election failed, and will be repeated")
 
     def _guard(self) -> None:
@@ -144,7 +144,7 @@ class Election:
         self.standing = asking(self.standing, lease, sent)
         try:
             accepted = self._register.swap(self._text, text, record)
-        except ConnectionError:
+        except ConnectionError:  # the following read reports the error
             return False
         if accepted:
             self._learn(text, sent)
