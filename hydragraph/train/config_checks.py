@@ -144,6 +144,11 @@ def remarks(
 ) -> Iterator[str]:
     """Yield a remark on each setting that may be unintended."""
     tokens = batches.tokens
+    members = batches.members if isinstance(batches, Mixture) else (batches,)
+    read = config.epochs * tokens if config.epochs else config.steps * config.data.tokens_per_step
+    shares = [read * weight / sum(config.data.weights) for weight in config.data.weights]
+    corpora = [share / member.tokens for share, member in zip(shares, members, strict=True)]
+    times = ", ".join(f"{count:.1f}" for count in corpora)
     if config.schedule.warmup >= steps:
         warmup = f"schedule.warmup is {config.schedule.warmup}, but the run has only {steps} steps"
         yield f"{warmup}: the learning rate is still rising when the run ends"
@@ -154,15 +159,13 @@ def remarks(
             f"each step reads the data {passes:.1f} times"
         )
     elif config.epochs:
-        steps_per_epoch = steps / config.epochs
+        mixed = f", which read the corpora about {times} times" if len(members) > 1 else ""
+        yield f"{config.epochs:g} epochs of {tokens:,} tokens take {steps:,} steps{mixed}"
+    elif max(corpora) > 1:
+        what = "the data" if len(members) == 1 else "the corpora"
         yield (
-            f"{config.epochs:g} epochs of {tokens:,} tokens take {steps:,} steps, "
-            f"{steps_per_epoch:,.1f} steps per epoch"
-        )
-    elif (budget := config.steps * config.data.tokens_per_step) > tokens:
-        yield (
-            f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens read {budget:,} tokens, but the data "
-            f"has only {tokens:,}: the run reads the data about {budget / tokens:.1f} times"
+            f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens read {read:,} tokens, and the data "
+            f"has {tokens:,}: the run reads {what} about {times} times"
         )
     if rates := dropout_rates(model):
         said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())

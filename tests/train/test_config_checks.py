@@ -16,9 +16,10 @@ import hydragraph
 from hydragraph.cluster.launch import join
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.data.mixture import Mixture
 from hydragraph.data.token_file import TokenFile
 from hydragraph.spec.record import from_record
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.config import MixedConfig, TrainConfig
 from hydragraph.train.config_checks import _size, check_settings, read_strategies, remarks
 from hydragraph.train.data import prepare
 from hydragraph.train.model import adapted, dropout_rates, skeleton
@@ -173,13 +174,19 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     assert re.search(r"each step reads the data \d+\.\d times", said[0])
     small = replace(settings, steps=30, data=replace(settings.data, tokens_per_step=16, max_length=16))
     budget = next(remarks(small, model, strategies, 2, batches, 30))
-    assert re.fullmatch(r"30 steps of .* but the data has only .*: the run reads the data about [23]\.\d times", budget)
+    assert re.fullmatch(r"30 steps of .*, and the data has .*: the run reads the data about [23]\.\d times", budget)
     warm = replace(small, schedule=replace(small.schedule, warmup=40))
     assert next(remarks(warm, model, strategies, 2, batches, 30)).endswith(
         "the learning rate is still rising when the run ends"
     )
     epochs = next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches, 33))
-    assert re.fullmatch(r"3 epochs of [\d,]+ tokens take 33 steps, 11\.0 steps per epoch", epochs)
+    assert re.fullmatch(r"3 epochs of [\d,]+ tokens take 33 steps", epochs)
+    sources = tuple(MixedConfig(paths=("a",), weight=weight) for weight in (3.0, 1.0))
+    mixed = replace(small, steps=0, epochs=3, data=replace(small.data, paths=(), mixture=sources))
+    mixture = Mixture([batches, batches], mixed.data.weights, 16)
+    assert next(remarks(mixed, model, strategies, 2, mixture, 33)).endswith(
+        "which read the corpora about 4.5, 1.5 times"
+    )
     rates = "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
     assert said[1] == f"the run trains with the dropout of the model's config: {rates}"
     plain = next(s for s in remarks(without, model, strategies, 2, batches, settings.steps) if "dropout" in s)
