@@ -16,9 +16,12 @@ from hydragraph.frontend import custom_modules, huggingface
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.wide_dtype import computing, default_dtype, runner
 from hydragraph.frontend.packed_inputs import Loss
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, saved_names
+
+_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))  # factors of the head's parameters, and of hidden states
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -122,6 +125,40 @@ def add_captured(
                 break  # no earlier block is trained
             tangent = before
         return loss
+
+
+def depends_on_padding(
+    program: Program,
+    head: tuple[Block, Variant],
+    tensors: Mapping[str, Tensor],
+    batch: dict[str, Tensor],
+    wide: torch.dtype | None,
+    tolerance: float,
+) -> bool:
+    """Return whether the loss depends on hidden states in a batch's last sequence, with hidden states of any size."""
+    block, variant = head
+    local = _local(program, block)
+    parameters = program.templates[block.template].parameters
+    tokens, real = (int(end) for end in batch["cu_seqlens"][[-1, -2]])
+    (like,) = (value_of(n) for n in program.templates[block.template].graph.graph.nodes if n.name == "hidden")
+    sizes = [s if isinstance(s, int) else tokens for s in like.shape]
+    hidden = torch.randn(sizes, generator=torch.Generator().manual_seed(0), dtype=wide or like.dtype)
+    with torch.no_grad(), default_dtype(wide):
+        common = Common.of(program, tensors, batch, wide).inputs(program, block)
+        for weight, size in _SCALES:
+            values = common | {n: tensors[c] * weight if n in parameters else tensors[c] for n, c in local.items()}
+            losses = []
+            for factor in (size, -size):
+                values["hidden"] = torch.cat([hidden[:, :real], hidden[:, real:] * factor], 1)
+                loss, *saved = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))
+                same = {name: name for name in values}
+                gradient = backward(same, variant, saved, torch.ones_like(loss), values, {}, wide)
+                losses.append(float(loss))
+                if gradient is not None and bool((gradient[:, real:].nan_to_num(0, 0, 0) != 0).any()):
+                    return True
+            if abs(losses[0] - losses[1]) > tolerance * abs(losses[0]):  # false if a loss is not a number
+                return True
+    return False
 
 
 def _local(program: Program, block: Block) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check import scratch_pages
-from hydragraph.frontend.check.eager_and_captured import add_captured, run_alone
+from hydragraph.frontend.check.eager_and_captured import add_captured, depends_on_padding, run_alone
 from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
 from hydragraph.frontend.check.narrow_model import LibraryModel, NarrowModel
 from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
@@ -295,7 +295,12 @@ class _Comparer:
         if failed is not None:
             raise failed
         tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
-        return comparison.worst(float(loss), float(expected), attempt.bound, tokens)
+        difference = comparison.worst(float(loss), float(expected), attempt.bound, tokens)
+        padded = difference is not None and difference.ratio <= 1 and subject.loss is not token_cross_entropy
+        if padded and depends_on_padding(program, ran[-1], tensors, packed[-1][0], wide, attempt.bound.own):
+            where = f"{type(subject.model).__name__} after its last block"
+            raise Unsupported("tokens that pad a batch change the loss", where=where, remedy=_OF_LOSS)
+        return difference
 
     def _refusal(
         self, group: tuple[int, ...], failed: Sequence[tuple[Difference | _Unrunnable, Attempt]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from hydragraph.frontend.check.numeric_check import Attempt, CheckedModel, check
 from hydragraph.ir.program import Program
 from tests.models import MODELS, bert, captured, llama, randomised, tiny
 from tests.module_cases import Reversed
-from tests.own_models import Own, classified, weighted
+from tests.own_models import Own, classified, small, weighted
 from tests.thorough import first, only, thorough
 
 pytestmark = pytest.mark.usefixtures("shared_graphs")
@@ -74,6 +75,23 @@ def test_masked_models_and_own_models_and_losses_pass() -> None:
     ]
     for model, options in examples:
         assert not check(CheckedModel(model, capture(model, **options), **options)).problem
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_loss_that_large_logits_of_padding_would_change_is_refused(detached: bool) -> None:
+    def loss(x: Tensor, batch: dict[str, Tensor], masked: bool) -> Tensor:
+        large = F.relu(x[0].abs() - 50).sum(-1)
+        large = large.detach() if detached else large
+        counts = batch["labels"][0] != -100
+        each = F.cross_entropy(x[0], batch["labels"][0], ignore_index=-100, reduction="none")
+        return (each + (large * counts if masked else large)).sum()
+
+    model = randomised(small())
+    for masked in (True, False):
+        own = functools.partial(loss, masked=masked)
+        subject = CheckedModel(model, capture(model, loss=own), own)
+        with nullcontext() if masked else pytest.raises(hg.Unsupported, match="tokens that pad a batch change the l"):
+            check(subject)
 
 
 @functools.cache
