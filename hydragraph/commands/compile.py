@@ -111,7 +111,7 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the vocabulary size and the end-of-text token's id; print a note if they are guesses."""
+    """Return the vocabulary size and the end-of-text id; print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
     with suppress(ValueError, OSError):  # the data may be on another machine
@@ -209,7 +209,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Set a rank's number of threads in this context, because Inductor's CPU code depends on it."""
+    """Set a rank's number of threads, because Inductor's CPU code depends on it."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

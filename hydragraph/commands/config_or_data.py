@@ -43,7 +43,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 def _is_config(path: Path) -> bool:
     if path.suffix in SUFFIXES:
         return True
-    passed = path.parent in _STREAMS or not path.is_file()  # a redirected file or a pipe
+    passed = path.parent in _STREAMS or not path.is_file()
     return passed and path.exists() and not path.is_dir()
 
 

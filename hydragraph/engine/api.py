@@ -394,7 +394,7 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; if it raises a ValueError or TypeError on one rank, raise this error on all."""
+    """Call a function on every rank; raise a ValueError or TypeError of one rank on all."""
     returned: list[T] = []
     error: ValueError | TypeError | None = None
     try:

@@ -115,7 +115,7 @@ class CompiledModel:
                 library=library,
                 cache=VariantCache(),
             )
-        # Another process of this machine may have compiled the variants, for its own GPU.
+        # Another process may have compiled the variants for its own GPU.
         self.variants = variants.on(world.device) if variants.portable else variants
         # Buffers are copied because `load` writes to them.
         self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}

@@ -443,7 +443,7 @@ class _Nodes:
 
 
 def _check_units(where: str, data: object) -> None:
-    """Raise a ValueError for a number that was evidently given in another unit, such as gigabytes."""
+    """Refuse numbers in another unit, such as gigabytes."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for name, value in items:
         if name in _UNITS and isinstance(value, int | float):

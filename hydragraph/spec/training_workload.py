@@ -75,7 +75,7 @@ class Workload:
 
 
 def full_lengths(tokens: int, longest: int) -> list[int]:
-    """Divide a mini-batch's tokens into one or more sequences of maximum length and a shorter rest."""
+    """Divide a mini-batch's tokens into sequences of maximum length and a rest."""
     count, rest = divmod(max(tokens, longest), longest)
     return [longest] * count + [rest] * (rest > 1)
 

@@ -222,7 +222,7 @@ def _changed_config(config: ModelConfig) -> Any:
     aliases = getattr(kind, "attribute_map", {})
     changes = {aliases.get(name, name): value for name, value in config.config.items()}
     _check_known(changes, original, aliases, kind.__name__)
-    # Mappings are merged: {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
+    # Merge mappings: {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
     merged = {n: {**original[n], **v} if isinstance(v, Mapping) and original[n] else v for n, v in changes.items()}
     with _refused_by(kind):
         return kind.from_dict({**original, **merged})
@@ -305,7 +305,7 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
-    """Reject settings that transformers would ignore, because neither the config class nor the model has them."""
+    """Reject settings that transformers would ignore."""
     if not is_dataclass(kind):
         return
     read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))

@@ -245,10 +245,10 @@ class Supervisor:
         return range(self._ranks + self._elastic.spares)
 
     def _save(self) -> None:
-        """Save the state that the next leader needs, before any member can act on it."""
+        """Save what the next leader needs, before any member acts on it."""
         if self._election is not None:
             members = {self._next - 1, *(member.rank for member in self._live())}
-            # A new leader does not know the seat of a member that was lost with the previous leader.
+            # The seat of a member that was lost with the previous leader is unknown.
             nodes = {self._node(self._seats[member]) for member in members if member in self._seats}
             saved = {"record": record_text(self._record), "next": self._next}
             saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes)}
@@ -326,7 +326,7 @@ class Supervisor:
         _LOG.warning("process %d, in seat %d, is lost: %s", member.rank, self._seats[member.rank], how)
         self._lost = [*(other for other in self._lost if other.rank != member.rank), member]
         self._forget(member)
-        if again:  # the other ranks have all state
+        if again:
             self._empty.add(self._seats[member.rank])
         else:
             self._plan_replacement(member)

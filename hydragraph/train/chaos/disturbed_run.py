@@ -85,7 +85,7 @@ class Disturbed:
 
 
 ROUNDING = 1e-5  # relative difference of losses due to a different order of summation
-MARGIN = 10.0  # allowed difference, as a multiple of the difference between the undisturbed runs
+MARGIN = 10.0  # allowed difference, in multiples of the undisturbed runs' difference
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
