@@ -79,7 +79,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     from_bounds = {n: _Bound.PLACE if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # prefix sums over rows; their differences between bounds are terms
+    running: set[fx.Node] = set()  # prefix sums over rows, whose differences between bounds are terms
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -179,7 +179,7 @@ def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node
         return _ACROSS
     first = operands(node)[0]
     (dim,) = symbolic_dims(node)
-    if node.target is dropout and not _has_all_tokens(node):  # keys are those of tokens
+    if node.target is dropout and not _has_all_tokens(node):
         return _ACROSS
     if node.target in RESHAPES and first in rows:
         (symbol, *_) = symbols_in(shape(first)[rows[first][0]])
@@ -209,7 +209,6 @@ def _runs(node: fx.Node, running: set[fx.Node], told: Container[fx.Node]) -> boo
 
 
 def _is_between_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> bool:
-    """Return whether a node subtracts the same prefix sums at two bounds of each sequence or token."""
     if node.target is not aten.sub.Tensor:
         return False
     first, second = (_indexed(n, told) for n in operands(node)[:2])
@@ -227,7 +226,6 @@ def _indexed(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> fx.Node | None:
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    """Return whether two operands are the same node or computed by the same operators."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         if a is b or a.op != "call_function" or a.target is not b.target:
             return a is b

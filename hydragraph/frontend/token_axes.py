@@ -65,7 +65,7 @@ _MIXES = "may mix the tokens of packed sequences"
 COUNTS = "counts the tokens of a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
 _ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"
-_OF_BATCH = ("cu_seqlens", "max_length", "keys", "block")  # arguments of the project's operators
+_OF_BATCH = ("cu_seqlens", "max_length", "keys", "block")
 _SIZES = ("size", "sizes", "shape", "repeats", "output_size")
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
@@ -124,7 +124,6 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _data(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that an operator computes with, without the bounds and keys that it may have."""
     if node.target not in ALONG_SEQUENCES | DRAWN:
         return _read(node)
     return [a.value for a in arguments_of(node) if isinstance(a.value, fx.Node) and a.name not in _OF_BATCH]
@@ -163,7 +162,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def sizes_read(node: fx.Node) -> list[fx.Node]:
-    """Return the symbolic numbers that an operator reads other than as sizes of its result."""
+    """Return the symbolic numbers that an operator reads, except sizes of its result."""
     if node.target is aten.slice.Tensor and str(shape(node)) == str(shape(operands(node)[0])):  # x[-T:]
         return []
     read: list[fx.Node] = []
@@ -177,7 +176,6 @@ def _is_size(node: fx.Node, tokens: str) -> bool:
 
 
 def _has_other_sizes(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value is or has a size that does not only depend on the number of tokens."""
     value = first_tensor(node)
     sizes = value.shape if isinstance(value, Tensor) else [value]
     return any(symbols_in(s) - {tokens} for s in sizes if isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool))
@@ -204,7 +202,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target is dropout:  # dropout keys are in batch order
         return bool(dims.get(first, dim) == arguments[6])
     if target in LOSSES:
-        return first in dims and argument_of(node, "reduction") == 0  # if classes are tokens, the result has no tokens
+        return first in dims and argument_of(node, "reduction") == 0
     if target in _OF_TWO:
         return all(n in arguments[:2] and dims[n] == dim < ndim - 1 for n in with_tokens) and arguments[2] not in dims
     if _is_pointwise_convolution(node) and with_tokens == [first] and dims[first] > 1:

@@ -85,6 +85,7 @@ def test_an_operator_along_a_dimension_mixes_tokens_where_they_stand_along_it(na
         mixes = found(lambda _, x, dim=dim: ALONG[name](x, dim)) is not None  # type: ignore[misc]
         assert mixes == (not keeps(lambda x, dim=dim: ALONG[name](x, dim)))  # type: ignore[misc]
         assert mixes == (dim == 1)
+    assert found(lambda _, x: x + far(ALONG[name](x, 1))) is not None
 
 
 @pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}])

@@ -21,7 +21,7 @@ from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, saved_names
 
-_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))  # factors of the head's parameters, and of hidden states
+_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))  # of the head's parameters and hidden states
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -135,7 +135,7 @@ def depends_on_padding(
     wide: torch.dtype | None,
     tolerance: float,
 ) -> bool:
-    """Return whether the loss depends on hidden states in a batch's last sequence, with hidden states of any size."""
+    """Return whether a batch's last sequence changes the loss, even by large values."""
     block, variant = head
     local = _local(program, block)
     parameters = program.templates[block.template].parameters
@@ -156,7 +156,7 @@ def depends_on_padding(
                 losses.append(float(loss))
                 if gradient is not None and bool((gradient[:, real:].nan_to_num(0, 0, 0) != 0).any()):
                     return True
-            if abs(losses[0] - losses[1]) > tolerance * abs(losses[0]):  # false if a loss is not a number
+            if abs(losses[0] - losses[1]) > tolerance * abs(losses[0]):
                 return True
     return False
 
