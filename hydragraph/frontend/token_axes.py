@@ -66,7 +66,7 @@ COUNTS = "counts the tokens of a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on the other packed sequences"
 _ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"
 _OF_BATCH = ("cu_seqlens", "max_length", "keys", "block")
-_SIZES = ("size", "sizes", "shape", "repeats", "output_size")
+_SIZES = ("size", "sizes", "shape", "length", "repeats", "output_size")
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 

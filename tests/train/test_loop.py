@@ -28,7 +28,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare
 from hydragraph.train.loop import train
 from hydragraph.train.progress_line import evaluation_text
-from hydragraph.train.run_folder import Checkpoint
+from hydragraph.train.run_folder import Checkpoint, RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers import expected_seconds
 from tests.thorough import first, thorough
@@ -75,7 +75,7 @@ def test_a_rank_that_joins_reads_the_data_as_it_was_when_the_run_began(
     assert prepare(given) != began.directory
     nothing: Any = None
     with mock.patch.object(loop._RunInputs, "of", side_effect=TimeoutError) as of, pytest.raises(TimeoutError):
-        loop._join_run(given, nothing, nothing, nothing, nothing, nothing)
+        loop._join_run(given, nothing, nothing, nothing, RunFolder(tmp_path / "run"), nothing)
     assert of.call_args.args[1].fingerprint == began.fingerprint
 
 
@@ -316,7 +316,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
 
     before = contents()
     changed = config(tmp_path, keep=3, data={**settings(tmp_path)["data"], "tokens_per_step": 128})
-    with pytest.raises(ValueError, match=r"tokens is 96, but 128 .* resume with the same data\.tokens_per_step"):
+    with pytest.raises(ValueError, match=r"tokens is 96, .* is 128: resume with the same data\.tokens_per_step"):
         train(changed, "resume", compile_plain, Watched(), step=4)
     assert contents() == before
     changed = config(tmp_path, keep=3, data={**settings(tmp_path)["data"], "max_samples": 9})
