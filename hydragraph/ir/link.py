@@ -116,7 +116,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     possible; otherwise, the ranks take turns.
 
     Raises:
-        ValueError: the sizes differ, or one of the source's copies lacks a needed element.
+        ValueError: the sizes differ, or one of the source's copies does not hold a needed element.
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)

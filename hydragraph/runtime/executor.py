@@ -671,5 +671,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the tag with which both ranks send or receive an activation or its gradient."""
+    """Return the message tag of an activation or its gradient, equal on both ranks."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)
