@@ -339,10 +339,11 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
         if not isinstance(choice, Shortage):
             one = replace(one, home=equal, memory=choice[1])
             best_s = seconds(equal)
-    by_block = owners_by_block(costs, strategy, assignment)
-    if by_block is not None and by_block[0] != one.home and seconds(by_block[0]) < best_s * (1 - SAVES):
-        one = replace(one, home=by_block[0], memory=by_block[1])
-    return one
+    home = one.home
+    by_block = owners_by_block(
+        costs, strategy, assignment, lambda other: other != home and seconds(other) < best_s * (1 - SAVES)
+    )
+    return one if by_block is None else replace(one, home=by_block[0], memory=by_block[1])
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:

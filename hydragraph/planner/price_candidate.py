@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 
 import numpy as np
@@ -387,7 +387,8 @@ class _DecisiveBatches:
         return cls(largest, [_tokens([batches]) for batches in everything], _tokens(everything))
 
 
-def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
+@lru_cache(64)
+def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> Sequence[float]:
     """Return each rank's peak bytes without state and messages."""
     return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 

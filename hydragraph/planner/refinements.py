@@ -9,9 +9,9 @@ sums in pieces   tensor-parallel sums overlap computation in stages that become 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import compress
 
 from hydragraph.cost.costs import Costs
@@ -24,8 +24,6 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
-
-Needed = Callable[[Strategy, Assignment], Sequence[float]]  # `needs`
 
 BUDGETED = 2
 # Maximum groups of stages; each group gets one budget.
@@ -49,27 +47,27 @@ def refined(
     """Return refined plans that fit and are faster than their originals."""
     if is_late(until):
         return []
-    needed = cache(partial(needs, costs))
     further_plans = []
     best = min((plan.seconds for plan in plans), default=math.inf)
     for plan in sorted(plans, key=lambda each: each.seconds)[:BUDGETED]:
         if LEAST * plan.seconds < best:
-            strategy, memory = _largest(costs, needed, plan, until)
+            strategy, memory = _largest(costs, plan, until)
             further_plans += _faster(costs, plan, strategy, memory)
     fastest = min([*plans, *further_plans], key=lambda each: each.seconds, default=None)
     if fastest is not None and any(len(pipeline.stages) > 1 for pipeline in fastest.strategy.pipelines):
         for schedule in schedules:
             strategy = replace(fastest.strategy, schedule=schedule)
-            fits = _fitting(costs, needed, fastest, strategy)
+            fits = _fitting(costs, fastest, strategy)
             further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
     best = min((plan.seconds for plan in (*plans, *further_plans)), default=math.inf)
     nearly = [plan for plan in (*plans, *further_plans) if INTERLEAVED_LEAST * plan.seconds < best]
     for plan in sorted(nearly, key=lambda each: each.seconds)[:INTERLEAVED]:
-        further_plans += _interleaved(costs, needed, plan, until)
+        further_plans += _interleaved(costs, plan, best, until)
+        best = min((faster.seconds for faster in further_plans), default=best)
     if fastest is not None and in_pieces and not is_late(until):
         fastest = min([fastest, *further_plans], key=lambda each: each.seconds)
         strategy = _summed_in_pieces(costs, fastest)
-        fits = _fitting(costs, needed, fastest, strategy)
+        fits = _fitting(costs, fastest, strategy)
         further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
     return further_plans
 
@@ -110,19 +108,24 @@ def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
     return replace(plan.strategy, pipelines=tuple(pipelines))
 
 
-def _interleaved(costs: Costs, needed: Needed, plan: Settled, until: float | None) -> list[Settled]:
+def _interleaved(costs: Costs, plan: Settled, below: float, until: float | None) -> list[Settled]:
     faster_plans: list[Settled] = []
     for visits in VISITS:
         strategy = interleaved(plan.strategy, visits)
-        if strategy is None or is_late(until):
+        if strategy is None or is_late(until) or _computing_s(costs, plan, strategy) >= below:
             break
-        below = min((faster.seconds for faster in faster_plans), default=plan.seconds)
-        tried = _with_owners(costs, needed, plan, strategy, below)
-        fastest = min(tried, key=lambda each: each.seconds, default=plan)
-        if fastest.seconds >= below:
+        tried = _with_owners(costs, plan, strategy, below)
+        fastest = min(tried, key=lambda each: each.seconds, default=None)
+        if fastest is None or fastest.seconds >= below:
             break
+        below = fastest.seconds
         faster_plans.append(fastest)
     return faster_plans
+
+
+def _computing_s(costs: Costs, plan: Settled, strategy: Strategy) -> float:
+    ends = [costs.pipelines_end(strategy, assignment) for assignment in plan.assignments]
+    return math.fsum(ends) / len(ends)
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
@@ -148,14 +151,14 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
     return turns
 
 
-def _with_owners(costs: Costs, needed: Needed, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
+def _with_owners(costs: Costs, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
     """Yield simulations of a strategy with the plan's home, and with owners by block if that is faster than `below`."""
 
     @cache  # a simulation takes less time than memory, so it comes first
     def tried(home: Home) -> Settled:
         return simulated(costs, replace(plan, strategy=strategy, home=home))
 
-    memory = _fitting(costs, needed, plan, strategy)
+    memory = _fitting(costs, plan, strategy)
     if memory is not None and not plan.home.buckets:
         yield replace(tried(plan.home), memory=memory)
     if not strategy.streams:
@@ -176,7 +179,7 @@ def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, 
     return [changed] if changed.seconds < plan.seconds else []
 
 
-def _largest(costs: Costs, needed: Needed, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
+def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
     deepest = max(len(pipeline.stages) for pipeline in plan.strategy.pipelines)
     size = -(-deepest // GROUPS)
     strategy, memory = plan.strategy, plan.memory
@@ -185,7 +188,7 @@ def _largest(costs: Costs, needed: Needed, plan: Settled, until: float | None) -
             tried = _budgeted(strategy, range(first, first + size), budget)
             if tried == strategy or is_late(until):
                 break
-            fitting_memory = _fitting(costs, needed, plan, tried)
+            fitting_memory = _fitting(costs, plan, tried)
             if fitting_memory is not None:
                 strategy, memory = tried, fitting_memory
                 break
@@ -207,10 +210,10 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
     return replace(strategy, pipelines=tuple(pipelines))
 
 
-def _fitting(costs: Costs, needed: Needed, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
+def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
-        before, after = (needed(compared, assignment) for compared in (plan.strategy, strategy))
+        before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))
         changes.append([now - then for then, now in zip(before, after, strict=True)])
     memory = tuple(size + round(max(change)) for size, *change in zip(plan.memory, *changes, strict=True))
     return memory if _fits(costs, memory) else None
