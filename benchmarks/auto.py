@@ -12,12 +12,14 @@ the same weights, one after the other, `--rounds` times in turn:
 - by hand: a profile of one machine, scaled to both, and a cluster file with the true speeds and the true link; the best
   plan that `hg.plan` finds with them.
 - equal data parallelism, and a pipeline of two equal stages, without a profile.
+- uneven pipeline: layers in proportion to the machines' speeds, the strategy that a person would pick.
 - FSDP2 with equal shares.
 
 The printed table has seconds per step, over all steps after the first (planning again included) and in their second
 half. Below it are the explanation that auto gives, when each line of its log appeared, and the seconds that the costs
-of the files by hand predict for its strategies, relative to the best plan of these files. The exit code is 1 if losses
-differ between sides, or if that ratio is above 1.02.
+of the files by hand predict for its strategies and its shares of the state, relative to the best plan of these files.
+The exit code is 1 if losses differ between sides, if that ratio is above 1.02, or if the second half of auto's run
+takes over 1.05 times as long as another side's.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.planner.price_candidate import Settled
 from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
@@ -59,11 +62,12 @@ from tests.nodes import Node, TwoNodes, shaping_refusal
 ROOT = Path(__file__).parents[1]
 RANKS = 2
 STATIC = {"equal data parallelism": "2*<tp1,pp1>", "equal pipeline": "<tp1,pp2>"}
-AUTO, AGAIN, BY_HAND, FSDP = "auto", "auto, measured before", "by hand", "FSDP2"
-SIDES = (AUTO, AGAIN, BY_HAND, *STATIC, FSDP)
+AUTO, AGAIN, BY_HAND, UNEVEN, FSDP = "auto", "auto, measured before", "by hand", "uneven pipeline", "FSDP2"
+SIDES = (AUTO, AGAIN, BY_HAND, *STATIC, UNEVEN, FSDP)
 STARTS_S = 8.0  # for the process that brakes
 SAMPLE = 20  # mini-batches that plans are compared on
 WITHIN = 1.02  # of the best plan by hand
+SLOWER = 1.05  # largest accepted ratio of auto's measured time to another side's
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,18 @@ class Pair:
         draw = random.Random(seed)
         shares = [0.8, round(0.8 * draw.uniform(0.25, 1), 2)]
         draw.shuffle(shares)
-        link = draw.choice([50e6, 100e6, 200e6, 500e6, 1e9])
+        link = draw.choice([5e6, 20e6, 100e6, 200e6, 1e9])
         return cls((shares[0], shares[1]), link, draw.choice([96, 128, 192]), draw.choice([4, 6, 8]))
 
     def __str__(self) -> str:
         fast, slow = self.shares
         return f"{fast:g} and {slow:g} of a core, {self.bits_per_s / 1e6:g} Mbit/s, {self.layers} x {self.hidden}"
+
+    @property
+    def uneven_pipeline(self) -> str:
+        fast = round(self.layers * self.shares[0] / sum(self.shares))
+        first = min(max(fast, 1), self.layers - 1)
+        return f"<[0]x{first},[1]x{self.layers - first}>"
 
     def config(self, folder: Path, name: str, steps: int, **changed: Any) -> TrainConfig:
         """Return the config of a side."""
@@ -149,11 +159,17 @@ class ByHand:
         """The plan's strategy as text."""
         return str(self.plan.strategy).partition("@")[0]
 
-    def seconds(self, strategies: Sequence[Strategy]) -> float:
-        """Return the predicted mean seconds of the sample mini-batches, which take these strategies in turn."""
+    def seconds(self, strategies: Sequence[str], layers: int) -> float:
+        """Return the predicted mean seconds of the sample mini-batches, which take these strategies in turn.
+
+        Args:
+            strategies: texts with their homes, as in metrics.jsonl.
+        """
         total = 0.0
-        for strategy, count in Counter(strategies).items():
-            settled = Varied(self.costs, self.batches).settle(strategy, "given")
+        for text, count in Counter(strategies).items():
+            strategy, _, shares = text.partition("@")
+            home = Home.parse(shares).without_rule if shares else None
+            settled = Varied(self.costs, self.batches).settle(Strategy.parse(strategy, layers), "given", home)
             assert isinstance(settled, Settled), f"{strategy}: {settled}"
             total += count * settled.seconds
         return total / len(strategies)
@@ -260,7 +276,7 @@ def run(name: str, folder: Path, pair: Pair, hand: ByHand, steps: int, round_: i
         raise RuntimeError(f"{name} ended after step {len(found)}:\n{(here / '0.log').read_text()[-3000:]}")
     history = [] if name == FSDP else read_metrics(log)
     explanation = tuple(history[0].plan) if history else ()
-    return Ran(found, began, tuple(lines), tuple(m.strategy.partition("@")[0] for m in history), explanation)
+    return Ran(found, began, tuple(lines), tuple(m.strategy for m in history), explanation)
 
 
 def _command(name: str, folder: Path, where: str, pair: Pair, hand: ByHand, steps: int) -> list[str]:
@@ -271,6 +287,8 @@ def _command(name: str, folder: Path, where: str, pair: Pair, hand: ByHand, step
         changed = {"strategies": [hand.strategy], "plan": plan, "home": str(hand.plan.home)}
     elif name in STATIC:
         changed = {"strategies": [STATIC[name]]}
+    elif name == UNEVEN:
+        changed = {"strategies": [pair.uneven_pipeline]}
     elif name == FSDP:
         changed = {"strategies": [STATIC["equal data parallelism"]]}
     file = folder / where / "config.yaml"
@@ -325,8 +343,14 @@ def table(pair: Pair, ran: Mapping[str, Sequence[Ran]]) -> Table:
 def planned(hand: ByHand, ran: Ran, layers: int) -> tuple[float, float]:
     """Return the seconds that the costs by hand predict for auto's first strategies, and for the best plan by hand."""
     before = ran.strategies[:SAMPLE]  # before it planned again
-    best = hand.seconds([hand.plan.strategy])
-    return hand.seconds([Strategy.parse(text, layers=layers) for text in before]), best
+    return hand.seconds(before, layers), hand.seconds([f"{hand.strategy}@{hand.plan.home}"], layers)
+
+
+def slower_than(ran: Mapping[str, Sequence[Ran]]) -> dict[str, float]:
+    """Return the sides that auto is slower than, and the ratio of auto's time to theirs."""
+    later = {name: median(each.later_s for each in rounds) for name, rounds in ran.items()}
+    ratios = {name: later[AUTO] / seconds for name, seconds in later.items() if name not in (AUTO, AGAIN)}
+    return {name: ratio for name, ratio in ratios.items() if ratio > SLOWER}
 
 
 def differences(ran: Mapping[str, Sequence[Ran]]) -> float:
@@ -393,7 +417,10 @@ def compare(pair: Pair, sides: Sequence[str], chosen: argparse.Namespace, folder
         end="",
     )
     print(f": {mine / best:.3f}; losses differ by at most {apart:.1e}, relative")
-    return apart > AGREE or mine / best > WITHIN
+    slower = slower_than(ran)
+    for name, ratio in slower.items():
+        print(f"auto takes {ratio:.2f} times as long as {name}")
+    return apart > AGREE or mine / best > WITHIN or bool(slower)
 
 
 if __name__ == "__main__":

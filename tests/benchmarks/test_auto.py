@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.auto import STATIC, Pair, Ran, differences
+from benchmarks.auto import STATIC, Pair, Ran, differences, slower_than
 from benchmarks.everything import Done
 from hydragraph.spec.cluster import Cluster
 
@@ -42,3 +42,12 @@ def test_losses_and_seconds_of_runs() -> None:
     one = ran(4.0, 2.0, 1.0)
     assert (one.startup_s, one.step_s, one.later_s) == (7.0, 10.0, 10.0)
     assert differences({"auto": [one], "other": [ran(4.0, 2.0, 1.001)]}) == pytest.approx(1e-3)
+    slow = Ran({i: Done(1.0, 5, 11.0 * i) for i in (1, 2, 3)}, 3.0, (), (), ())
+    assert slower_than({"auto": [slow], "auto, measured before": [one], "FSDP2": [one], "by hand": [slow]}) == {
+        "FSDP2": pytest.approx(1.1)
+    }
+
+
+def test_the_uneven_pipeline_has_layers_in_proportion_to_speeds() -> None:
+    assert Pair(shares=(0.8, 0.32), layers=6).uneven_pipeline == "<[0]x4,[1]x2>"
+    assert Pair(shares=(0.2, 0.8), layers=4).uneven_pipeline == "<[0]x1,[1]x3>"
