@@ -1,4 +1,4 @@
-"""Kernel statistics of a thread: how long it ran, and how long it waited for its core."""
+"""Kernel statistics of a thread: how long it ran, and how long it waited for its core, except CPU quotas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from hydragraph.runtime.control_groups import throttled_seconds
+
 _PATH = "/proc/thread-self/schedstat"  # nanoseconds run, nanoseconds queued, and number of time slices
+_NOTED_S = 1e-3
 
 
 class Scheduled:
@@ -16,6 +19,9 @@ class Scheduled:
     def __init__(self) -> None:
         self._thread = 0
         self._file = -1
+        self._queued = 0.0
+        self._throttled = 0.0
+        self._others = 0.0
 
     def __call__(self) -> tuple[float, float]:
         """Return the total seconds run and queued, or zeros if the system does not report them."""
@@ -23,14 +29,27 @@ class Scheduled:
             self._open()
         if self._file < 0:
             return 0.0, 0.0
-        ran, queued, _ = os.pread(self._file, 64, 0).split()
-        return int(ran) / 1e9, int(queued) / 1e9
+        ran, queued = self._read()
+        waited = queued - self._queued
+        self._queued = queued
+        if waited > _NOTED_S:
+            throttled = throttled_seconds()
+            waited = max(0.0, waited - (throttled - self._throttled))
+            self._throttled = throttled
+        self._others += waited
+        return ran, self._others
 
     def _open(self) -> None:
         self.__del__()
         self._thread = threading.get_ident()
         with suppress(OSError):
             self._file = os.open(_PATH, os.O_RDONLY | os.O_CLOEXEC)
+            _, self._queued = self._read()
+            self._throttled = throttled_seconds()
+
+    def _read(self) -> tuple[float, float]:
+        ran, queued, _ = os.pread(self._file, 64, 0).split()
+        return int(ran) / 1e9, int(queued) / 1e9
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, `os` may be gone
         if self._file >= 0:
