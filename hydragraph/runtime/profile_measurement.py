@@ -42,6 +42,7 @@ from hydragraph.passes.compile_with_inductor import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.runtime import profile_fitting
+from hydragraph.runtime.control_groups import memory_limit
 from hydragraph.runtime.executor import square_sum
 from hydragraph.runtime.link_measurement import SIZES, round_trip
 from hydragraph.runtime.profile_fitting import Lengths, Measured, Measurements
@@ -259,8 +260,8 @@ def type_name(device: torch.device) -> str:
 
 
 def host_memory() -> int:
-    """Return the size of this host's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of memory that this process may use on its host."""
+    return int(min(memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def device_memories(groups: Groups) -> list[float]:

@@ -26,6 +26,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
+from hydragraph.runtime import profile_measurement
 from hydragraph.runtime.link_measurement import SIZES
 from hydragraph.runtime.profile_measurement import (
     CHAIN,
@@ -37,6 +38,7 @@ from hydragraph.runtime.profile_measurement import (
     _Bench,
     _Timing,
     device_memories,
+    host_memory,
     measure,
     memory_shares,
     stages_measured_at_once,
@@ -177,6 +179,15 @@ def test_ranks_split_a_gpus_memory_only_if_it_is_the_same_gpu(monkeypatch: pytes
     groups: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda:0")), gather=gather)
     found = [device_memories(groups) for _ in range(3)]
     assert found[-1] == [USABLE * memory for memory in (80, 40, 40)]
+
+
+def test_the_limit_of_a_job_or_container_is_that_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_memory() > 10**8
+    monkeypatch.setattr(profile_measurement, "memory_limit", lambda: 6e9)
+    groups: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu"), rank=0), gather=lambda report: [report] * 2
+    )
+    assert device_memories(groups) == [USABLE * 3e9] * 2
 
 
 def timing(*seconds: float) -> _Timing:
