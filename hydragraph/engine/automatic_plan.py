@@ -261,8 +261,7 @@ def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> dic
 
 
 def _recalled(keys: Mapping[str, str], found: Discovered) -> Profile | None:
-    alone = len(keys) == 1
-    profiles = [recall_profile(key, found.reports[found.types.index(name)], name, alone) for name, key in keys.items()]
+    profiles = [recall_profile(key, found.reports[found.types.index(name)], name) for name, key in keys.items()]
     cached = [profile for profile in profiles if profile is not None]
     return Profile.merge(cached) if len(cached) == len(profiles) else None
 

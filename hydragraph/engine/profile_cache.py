@@ -14,10 +14,6 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# With one type of device, reuse a profile if the stored and the current speed have at least this ratio (slower/faster).
-# A uniform slowdown does not change the best plan.
-ALONE = 0.5
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -37,13 +33,8 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> Profile | None:
-    """Return the stored profile of a device of similar speed, renamed to type `type_`, or None if there is none.
-
-    Args:
-        alone: whether all devices are of one type.
-    """
-    least = ALONE if alone else ALIKE
+def recall_profile(key: str, report: DeviceReport, type_: str) -> Profile | None:
+    """Return the stored profile of a device of similar speed, renamed to type `type_`, or None if there is none."""
     best: tuple[float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
@@ -51,7 +42,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> P
         except ValueError:
             continue
         ratio = min(then, report.products_per_s) / max(then, report.products_per_s)
-        if ratio >= least and (best is None or ratio > best[0]):
+        if ratio >= ALIKE and (best is None or ratio > best[0]):
             best = ratio, path
     if best is None:
         return None

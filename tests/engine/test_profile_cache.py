@@ -24,19 +24,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_device_of_the_same_speed_gets_what_was_measured() -> None:
     profile = priced.profile(2, "fast")
     remember_profile("key", ONE, profile)
-    assert recall_profile("key", replace(ONE, products_per_s=93.0), "fast", alone=False) == profile
-    assert recall_profile("key", ONE, "a100", alone=False) == replace(profile, type="a100")
-    assert recall_profile("other", ONE, "fast", alone=True) is None
+    assert recall_profile("key", replace(ONE, products_per_s=93.0), "fast") == profile
+    assert recall_profile("key", ONE, "a100") == replace(profile, type="a100")
+    assert recall_profile("other", ONE, "fast") is None
 
 
-def test_a_slowed_device_among_others_is_measured_again() -> None:
+def test_a_slowed_device_is_measured_again() -> None:
     profile = priced.profile(2, "fast")
     remember_profile("key", ONE, profile)
     slowed = replace(ONE, products_per_s=60.0)
-    assert recall_profile("key", slowed, "fast", alone=False) is None
-    assert recall_profile("key", slowed, "fast", alone=True) == profile
+    assert recall_profile("key", slowed, "fast") is None
     remember_profile("key", slowed, replace(profile, name="slowed"))
-    found = recall_profile("key", slowed, "fast", alone=False)
+    found = recall_profile("key", slowed, "fast")
     assert found is not None
     assert found.name == "slowed"
 
@@ -45,14 +44,14 @@ def test_a_file_that_is_not_readable_counts_as_none(folder: Path) -> None:
     remember_profile("key", ONE, priced.profile(2))
     (path,) = folder.glob("key-*.json")
     path.write_text("{}")
-    assert recall_profile("key", ONE, "", alone=True) is None
+    assert recall_profile("key", ONE, "") is None
 
 
 def test_a_folder_that_is_not_writable_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     remember_profile("key", ONE, priced.profile(2))
-    assert recall_profile("key", ONE, "", alone=True) is None
+    assert recall_profile("key", ONE, "") is None
     assert profile_cache.folder().parts[-2:] == ("hydragraph", "profiles")
 
 
