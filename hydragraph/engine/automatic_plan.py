@@ -35,6 +35,7 @@ from hydragraph.log import doing
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.device_reports import report_devices, types_of
+from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.runtime.supported_optimizers import OptimizerFactory, state_bytes
 from hydragraph.spec.home import Home
@@ -198,7 +199,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         return _priced(subject, profile, found), "from the cache"
     for repeats, points in ATTEMPTS:
         profile = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
-        if not any(type_profile.unfit for type_profile in (profile, *profile.others)):
+        if not any(_is_noisy(type_profile) for type_profile in (profile, *profile.others)):
             break
     assert profile is not None, "ATTEMPTS is not empty"
     source = _of_first(groups, f"measured in {time.monotonic() - began:.1f} s")
@@ -210,8 +211,13 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
     elif groups.world.rank == 0:
         for name, key in keys.items():
-            remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
+            if not _is_noisy(profile.of(name)):
+                remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
     return _priced(subject, profile, found), source
+
+
+def _is_noisy(profile: Profile) -> bool:
+    return any(why != TOO_SMALL for why in profile.unfit.values())
 
 
 def _priced(subject: Subject, profile: Profile, found: Discovered) -> Costs:

@@ -28,6 +28,7 @@ from hydragraph.spec.strategy_text import regular_pipeline
 
 Lengths = tuple[int, ...]  # lengths of sequences
 
+TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
 WORST_RESIDUAL = 0.25  # maximum root mean square relative error
 LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time that is quadratic
 QUADRATIC = 0  # the fit's columns: sum of l^2 (a), sum of l (b), and 1 (c)
@@ -223,7 +224,7 @@ def fit_profile(
     pieces = {}
     for kind, measured in found.items():
         if len(measured.rows) < measured.constants:
-            unfit[kind] = "the device's memory is too small for micro-batches with enough tokens for a fit"
+            unfit[kind] = TOO_SMALL
             continue
         whole = measured.total(blocks)
         fit = measured.fit(blocks)
