@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from hydragraph.atomic_write import write_whole
-from hydragraph.commands.launch_process import launched, leads
+from hydragraph.commands.launch_process import leads
 from hydragraph.commands.options import check_written
+from hydragraph.train.available_devices import devices_here
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.train.starter_config import AvailableDevices, InspectedPaths
+    from hydragraph.train.starter_config import InspectedPaths
 
 SUFFIXES = (".yaml", ".yml")
 _STREAMS = (Path("/dev"), Path("/dev/fd"))
@@ -77,18 +77,4 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
 def first_config(found: InspectedPaths, to: Path) -> str:
     from hydragraph.train.starter_config import starter
 
-    return starter(found, devices_here(), f"runs/{to.stem}")
-
-
-def devices_here() -> AvailableDevices:
-    import torch
-
-    from hydragraph.train.starter_config import AvailableDevices
-
-    gpus = torch.cuda.device_count()
-    if launched():
-        ranks = int(os.environ["WORLD_SIZE"])
-        return AvailableDevices(ranks, gpus > 0, f"{ranks} rank{'s' * (ranks != 1)} of the launcher")
-    if gpus:
-        return AvailableDevices(gpus, True, f"{gpus} GPU{'s' * (gpus != 1)} of this machine")
-    return AvailableDevices(1, False, "1 process, which uses all cores; this machine has no GPU")
+    return starter(found, devices_here().cuda, f"runs/{to.stem}")

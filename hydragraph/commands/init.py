@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from hydragraph.commands.config_or_data import devices_here, first_config
+from hydragraph.commands.config_or_data import first_config
 from hydragraph.commands.options import CommonOptions, check_written, verb
+from hydragraph.train.available_devices import devices_here
 
 EXAMPLE = (
     "Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph "

@@ -92,8 +92,8 @@ class TrainOptions(CommonOptions):
         int,
         typer.Option(
             min=0,
-            help="Number of times to continue from the last checkpoint after a rank fails. Under torchrun, give "
-            "torchrun the same number, because it starts the processes.",
+            help="Number of times to continue from the last checkpoint after a rank fails; give torchrun the same "
+            "number.",
         ),
     ] = 0
     store: Annotated[
@@ -128,6 +128,8 @@ class TrainOptions(CommonOptions):
 def train_command(options: TrainOptions) -> None:
     """Train a model, and write metrics, checkpoints, a picture and the final model to the run folder."""
     begin = options.begin
+    if options.store is not None and launched():
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     config = surviving(options.load(), options.store)
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
     nodes = _nodes(config, options.store)
@@ -141,8 +143,8 @@ def train_command(options: TrainOptions) -> None:
     stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
     if config.elastic.survives and launched() and nodes is None and leads():
         _print(
-            "elastic: the launcher (such as torchrun) ends all ranks when one is lost, because it started them: to "
-            "survive a loss, let the launcher start one process per machine (--nproc-per-node 1) that starts the ranks"
+            "elastic: the launcher ends all ranks when one is lost: to survive a loss, let the launcher start one "
+            "process per machine (--nproc-per-node 1)"
         )
 
     def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
@@ -244,7 +246,7 @@ def _train(
         try:
             if relay is None:
                 return train_rank(config, begin, step, trace, stopping)
-            where = "this machine" if nodes is None else f"{nodes.count} machines"
+            where = "this machine" if nodes is None or nodes.count == 1 else f"{nodes.count} machines"
             if nodes is None or nodes.handed is None:
                 _print(f"starting {config.ranks} ranks on {where}: each rank first imports PyTorch and transformers")
             again = (Exception,) if restarts else (RankFailure,) if lost else ()

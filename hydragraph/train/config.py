@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import yaml
 
@@ -17,6 +17,7 @@ from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import checked_record, flow_yaml, from_record, load_yaml, parse_yaml
+from hydragraph.train.available_devices import devices_here
 from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, underived
 from hydragraph.train.field_checks import (
@@ -45,6 +46,7 @@ CHECKS = ("auto", "full", "off")
 Dtype = Annotated[str, partial(check_choice, choices=DTYPES)]
 AtLeastOne = Annotated[float, partial(check_number, least=1.0)]
 AtLeastTwo = Annotated[int, partial(check_whole, least=2)]
+_UNSET = cast("int", None)
 _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
@@ -460,7 +462,8 @@ class TrainConfig:
             or {shares: [3, 3, 1, 0], copies: 2}.
         steps: number of mini-batches to train on; 0: train for `epochs`.
         epochs: number of passes over the data, instead of `steps`; 0: train for `steps`.
-        ranks: number of local processes to start, unless a launcher such as torchrun starts them.
+        ranks: number of processes on all machines, unless a launcher such as torchrun starts each of them. None:
+            with `strategies: auto`, one per GPU, or one per machine without GPUs; with other strategies, 1.
         max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: no clipping.
         label_smoothing: smoothing of the targets in training and evaluation, from 0 to below 1, as in
             `torch.nn.functional.cross_entropy`.
@@ -500,7 +503,7 @@ class TrainConfig:
     strategies: tuple[str, ...]
     steps: int = 0
     epochs: float | None = None
-    ranks: Positive = 1
+    ranks: Positive = _UNSET
     home: Home = AUTO
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -536,6 +539,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._set("strategies", _strategies(self.strategies))
+        if self.ranks is _UNSET:
+            supervised = self.elastic.min_ranks != 0 and (self.measures or self.elastic.survives)
+            self._set("ranks", devices_here(self.device, supervised).ranks if self.automatic else 1)
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
             self._set("epochs", None)  # with 0 epochs, `steps` sets the length
         if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
@@ -657,9 +663,8 @@ class TrainConfig:
 
     @property
     def held_out(self) -> float:
-        if self.data.heldout is None:
-            return 0.01 if self.evaluates and not self.data.evaluation else 0.0
-        return self.data.heldout
+        default = 0.01 if self.evaluates and not self.data.evaluation else 0.0
+        return default if self.data.heldout is None else self.data.heldout
 
     @property
     def automatic(self) -> bool:
@@ -679,11 +684,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read a YAML file, and apply overrides such as "optimizer.lr=1e-3".
-
-        Raises:
-            ValueError: a field is unknown, missing or invalid.
-        """
+        """Read a YAML file, and apply overrides such as "optimizer.lr=1e-3"."""
         data = load_yaml(path)
         return overridden(checked_record(cls, data, path, "the config", remedies()), data, overrides)
 

@@ -31,15 +31,6 @@ class InspectedPaths:
     templated: bool
 
 
-@dataclass(frozen=True)
-class AvailableDevices:
-    """Devices to train on, each with one process; `text` describes the devices."""
-
-    ranks: int
-    cuda: bool
-    text: str
-
-
 def look(paths: Sequence[Path]) -> InspectedPaths:
     """Inspect paths of a model and data; raise ValueError if there are several models or formats of data."""
     for path in paths:
@@ -80,7 +71,7 @@ def _remedy(path: Path) -> str:
     return "name a file or folder of data, or a Hugging Face directory"
 
 
-def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
+def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
     """Return the config as YAML with comments; `output` is the run folder."""
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
@@ -94,11 +85,11 @@ def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> st
         *_data(found, longest, per_step),
         *(_OBJECTIVE if found.format == "preference" else ()),
         "strategies: auto  # planned for the measured devices when training starts; or your own, such as 2*<tp1,pp1>",
-        f"ranks: {devices.ranks}  # {devices.text}",
+        "# ranks: 4  # processes on all machines; default: one per GPU",
         f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000" if found.data else "steps: 100",
         *(_FINE_TUNING if found.model is not None else _PRETRAINING),
-        *(["dtype: bfloat16  # dtype of the computation; weights stay float32"] if devices.cuda else []),
-        f"device: {'cuda' if devices.cuda else 'cpu'}",
+        *(["dtype: bfloat16  # dtype of the computation; weights stay float32"] if cuda else []),
+        f"device: {'cuda' if cuda else 'cpu'}",
         "evaluate_every: 50  # steps between evaluations on held-out documents; or evaluate_per_epoch: 1",
         "checkpoint_every: 100  # steps between checkpoints, for hydragraph train --resume; or checkpoint_per_epoch: 1",
         "# keep_best: true  # also keep the checkpoint with the lowest evaluation loss, and export the model from it",

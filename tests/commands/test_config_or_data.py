@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from hydragraph.commands.config_or_data import _is_config, config_of, devices_here
+from hydragraph.commands.config_or_data import _is_config, config_of
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.starter_config import AvailableDevices
 from tests.commands.tiny import run, write
 
 SMALL = ("hidden_size=16", "intermediate_size=24", "num_hidden_layers=1", "num_attention_heads=2")
@@ -45,7 +44,7 @@ def test_data_without_a_config_train_and_the_config_is_kept(data: Path, tmp_path
     assert "already holds a run: continue it with --resume" in again.stderr
 
 
-def test_the_model_and_the_launchers_ranks_are_in_the_config(
+def test_the_model_is_in_the_config_and_the_launcher_sets_the_ranks(
     data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -60,16 +59,16 @@ def test_the_model_and_the_launchers_ranks_are_in_the_config(
     assert TrainConfig.load(to, ["steps=7"]) == follower
 
 
-def test_there_is_a_rank_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert devices_here() == AvailableDevices(4, True, "4 GPUs of this machine")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert devices_here() == AvailableDevices(1, True, "1 GPU of this machine")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert devices_here().ranks == 1
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "1")
-    assert devices_here() == AvailableDevices(3, False, "3 ranks of the launcher")
+def test_a_process_per_machine_trains_on_all_gpus_and_the_config_is_for_any_number(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of another size, or a job that starts again on other machines, finds the config that it would write."""
+    to = tmp_path / "first.yaml"
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for gpus in (8, 4):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert config_of([data], to).ranks == 2 * gpus
 
 
 def test_a_config_of_somebody_else_is_not_replaced(data: Path, tmp_path: Path) -> None:

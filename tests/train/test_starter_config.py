@@ -16,7 +16,7 @@ from hydragraph.spec.record import parse_yaml
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_settings
 from hydragraph.train.data import check_data
-from hydragraph.train.starter_config import AvailableDevices, look, starter
+from hydragraph.train.starter_config import look, starter
 from tests.train.config_schema import json_schema
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -49,9 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(paths: list[Path], devices: int = 1) -> TrainConfig:
-    text = starter(look(paths), AvailableDevices(devices, False, f"{devices} processes"), "runs/first")
-    assert f"ranks: {devices}  # {devices} processes" in text
+def written(paths: list[Path]) -> TrainConfig:
+    text = starter(look(paths), False, "runs/first")
     assert str(Path(hydragraph.__file__).parent) not in text, "others read it on other machines"
     assert all(len(line) <= 160 for line in text.splitlines())
     file = paths[0].parent / "written.yaml" if paths else Path("/tmp/written.yaml")
@@ -82,7 +81,7 @@ def test_records_are_recognised(kind: str, with_model: bool, tmp_path: Path, mod
 def test_folders_models_alone_and_nothing_are_taken(tmp_path: Path, model: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("words " * 4000)
-    config = written([tmp_path / "texts"], devices=2)
+    config = written([tmp_path / "texts"])
     check_settings(config, 2)
     assert config.data.tokens_per_step < 6000 / 20 + 1
     assert written([model]).data.paths == ("your-data.jsonl",)
