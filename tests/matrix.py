@@ -206,7 +206,10 @@ def _write(results: Sequence[Result]) -> None:
     before, _, rest = README.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     ran = {result.row: f"| {result.versions} | {result.row.python} | {result.outcome} |" for result in results}
-    lines = ["| torch | transformers | numpy | Python | the core of the suite, and the demo |", "|---|---|---|---|---|"]
+    lines = [
+        "| torch | transformers | numpy | Python | version-dependent tests, and the demo |",
+        "|---|---|---|---|---|",
+    ]
     for row in ROWS:
         known = next((line for line in table.splitlines() if _is_of(row, line)), "")
         lines.append(ran.get(row) or known or f"| {row.torch} | | | {row.python} | not run |")
