@@ -77,7 +77,7 @@ CALLS: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "no checkpoint": (lambda exe, folder: exe.load(folder / "none"), "it has no complete.json"),
     "a path that is none": (lambda exe, _: exe.save(5), "save: path is 5; give a path"),
     "a place that is taken": (lambda exe, folder: exe.save(folder), "so it is not a checkpoint"),
-    "no weights": (lambda exe, folder: exe.load_pretrained(folder), "there is neither model.safetensors"),
+    "no weights": (lambda exe, folder: exe.load_pretrained(folder), "has neither model.safetensors"),
     "nothing to merge": (lambda exe, folder: exe.save_pretrained(folder, merged=True), "merged=True without adapters"),
     "labels of an evaluation": (lambda exe, _: exe.evaluate([-ids]), "input_ids is -1"),
     "gradients of nothing": (lambda exe, _: exe.gradients([]), "no target token"),

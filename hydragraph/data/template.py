@@ -65,7 +65,8 @@ class ChatTemplate:
             raise ValueError(f"{place}: no assistant message (only {roles}): remove the conversation")
         trained = [i for i in (says[-1:] if self.train_on == "last" else says) if messages[i].get("weight") != 0]
         if not trained:
-            raise ValueError(f"{place}: all assistant messages have weight 0: remove the conversation")
+            which = "the last assistant message has" if self.train_on == "last" else "all assistant messages have"
+            raise ValueError(f"{place}: {which} weight 0: remove the conversation")
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:

@@ -322,7 +322,7 @@ class ScheduleConfig:
         if self.warmup_ratio is not None and self.warmup:
             raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
         if self.decay_ratio is not None and self.decay != "wsd":
-            raise ValueError(f"decay_ratio is {self.decay_ratio}, but decay is {self.decay!r}: set decay to 'wsd'")
+            raise ValueError(f"decay_ratio is {self.decay_ratio}: omit it, or set 'decay' to 'wsd', not {self.decay!r}")
 
     def warmup_of(self, steps: int) -> int:
         return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
@@ -355,8 +355,8 @@ class CheckpointConfig:
         check_fields(self)
         if self.every != 1 and self.pieces is None:
             raise ValueError(
-                f"every is {self.every}, but pieces is not set: also set pieces, or set checkpoint_every for "
-                "checkpoints in the run folder"
+                f"'every' is {self.every}, but 'pieces' is not set: set 'pieces', or use checkpoint_every for the run "
+                "folder"
             )
 
 

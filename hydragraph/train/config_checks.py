@@ -148,7 +148,7 @@ def remarks(
     read = config.epochs * tokens if config.epochs else config.steps * config.data.tokens_per_step
     shares = [read * weight / sum(config.data.weights) for weight in config.data.weights]
     corpora = [share / member.tokens for share, member in zip(shares, members, strict=True)]
-    times = ", ".join(f"{count:.1f}" for count in corpora)
+    times = " and ".join(f"{count:.1f}" for count in corpora)
     if config.schedule.warmup >= steps:
         warmup = f"schedule.warmup is {config.schedule.warmup}, but the run has only {steps} steps"
         yield f"{warmup}: the learning rate is still rising when the run ends"
@@ -160,7 +160,8 @@ def remarks(
         )
     elif config.epochs:
         mixed = f", which read the corpora about {times} times" if len(members) > 1 else ""
-        yield f"{config.epochs:g} epochs of {tokens:,} tokens take {steps:,} steps{mixed}"
+        epochs = "1 epoch" if config.epochs == 1 else f"{config.epochs:g} epochs"
+        yield f"{epochs} of {tokens:,} tokens: {steps:,} steps{mixed}"
     elif max(corpora) > 1:
         what = "the data" if len(members) == 1 else "the corpora"
         yield (

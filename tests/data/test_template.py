@@ -168,6 +168,8 @@ def test_an_answer_of_weight_0_is_not_trained(template: str) -> None:
     assert "]]BAD<|end|>\n[[" in everything
     with pytest.raises(ValueError, match="here: all assistant messages have weight 0"):
         trained(template, chat(("user", "Q"), {"role": "assistant", "content": "BAD", "weight": 0}))
+    with pytest.raises(ValueError, match="here: the last assistant message has weight 0"):
+        trained(template, chat(*TALK[:2], {"role": "assistant", "content": "BAD", "weight": 0}), "last")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])

@@ -180,12 +180,13 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
         "the learning rate is still rising when the run ends"
     )
     epochs = next(remarks(replace(small, steps=0, epochs=3), model, strategies, 2, batches, 33))
-    assert re.fullmatch(r"3 epochs of [\d,]+ tokens take 33 steps", epochs)
+    assert re.fullmatch(r"3 epochs of [\d,]+ tokens: 33 steps", epochs)
+    assert next(remarks(replace(small, steps=0, epochs=1), model, strategies, 2, batches, 11)).startswith("1 epoch of ")
     sources = tuple(MixedConfig(paths=("a",), weight=weight) for weight in (3.0, 1.0))
     mixed = replace(small, steps=0, epochs=3, data=replace(small.data, paths=(), mixture=sources))
     mixture = Mixture([batches, batches], mixed.data.weights, 16)
     assert next(remarks(mixed, model, strategies, 2, mixture, 33)).endswith(
-        "which read the corpora about 4.5, 1.5 times"
+        "which read the corpora about 4.5 and 1.5 times"
     )
     rates = "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
     assert said[1] == f"the run trains with the dropout of the model's config: {rates}"

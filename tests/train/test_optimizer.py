@@ -100,5 +100,5 @@ def test_wsd_stays_at_its_peak_and_falls_at_the_end() -> None:
     assert [learning_rate(step, 20, 1.0, tenth) for step in (18, 19, 20)] == pytest.approx([1.0, 0.55, 0.1])
     late = ScheduleConfig(warmup=18, decay="wsd", decay_ratio=1.0)
     assert [learning_rate(step, 20, 1.0, late) for step in (17, 18, 20)] == pytest.approx([17 / 18, 1.0, 0.1])
-    with pytest.raises(ValueError, match=r"decay_ratio is 0\.2, but decay is 'cosine': set decay to 'wsd'"):
+    with pytest.raises(ValueError, match=r"decay_ratio is 0\.2: omit it, or set 'decay' to 'wsd', not 'cosine'"):
         ScheduleConfig(decay_ratio=0.2)

@@ -18,7 +18,7 @@ from tests.train.plain import settings
         ({"pieces": {"peers": False}}, "checkpoint.pieces: peers is false, and neither local nor shared is set"),
         ({"pieces": {"local": 3}}, "checkpoint.pieces: local is 3: give a non-empty string"),
         ({"pieces": {}, "every": 0}, "checkpoint: every is 0: give a whole number of at least 1"),
-        ({"every": 5}, "checkpoint: every is 5, .* also set pieces, or set checkpoint_every"),
+        ({"every": 5}, "checkpoint: 'every' is 5, .* set 'pieces', or use checkpoint_every"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(tmp_path: Path, checkpoint: dict[str, Any], sentence: str) -> None:

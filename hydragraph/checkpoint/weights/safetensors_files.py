@@ -59,16 +59,16 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
                 remedy="read them once with transformers' from_pretrained and write safetensors with save_pretrained",
             )
         raise ValueError(
-            f"pretrained {path}: there is neither {_FILE} nor {_INDEX}: name a directory that save_pretrained wrote"
+            f"pretrained {path} has neither {_FILE} nor {_INDEX}: name a directory that save_pretrained wrote"
         )
     try:
         places = dict(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"pretrained {path}: {_INDEX} is damaged ({error}): copy it again") from error
+        raise ValueError(f"pretrained {path}: {_INDEX} is damaged ({error}): copy the directory again") from error
     absent = sorted({place for place in places.values() if not (path / place).is_file()})
     if absent:
         raise ValueError(
-            f"pretrained {path}: {_INDEX} names missing files: {shortened(absent)}: copy the directory again"
+            f"pretrained {path}: files named in {_INDEX} are missing ({shortened(absent)}): copy the directory again"
         )
     return [path / place for place in sorted(set(places.values()))], places
 

@@ -417,7 +417,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no file": (
         index_of({"model.norm.weight": "other.safetensors"}),
         "ValueError",
-        "names missing files: other.safetensors: copy the directory again",
+        "are missing (other.safetensors): copy the directory again",
     ),
     "no key": (
         index_of({"model.gone.weight": "part.safetensors"}),
@@ -425,7 +425,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "lists tensors that no file has: model.gone.weight in part.safetensors: copy the directory again",
     ),
     "pickled": (pickle, "Unsupported", "its weights are pickle files (.bin)"),
-    "nothing": (lose, "ValueError", "there is neither model.safetensors nor model.safetensors.index.json"),
+    "nothing": (lose, "ValueError", "has neither model.safetensors nor model.safetensors.index.json"),
 }
 
 
@@ -472,7 +472,7 @@ def test_every_rank_says_what_does_not_fit(directories: Directories, tmp_path: P
         assert all(str(folders[name]) in text for _, text in found if text)
         if name not in ("tied", "untied"):  # which is known only once both are read
             assert all(untouched[place] for _, untouched in by_rank), name
-    assert ["there is neither" in outcomes[-1][1] for outcomes, _ in by_rank] == [True, True]
+    assert ["has neither" in outcomes[-1][1] for outcomes, _ in by_rank] == [True, True]
     assert all(untouched[-1] for _, untouched in by_rank), "a load that succeeds"
 
 
