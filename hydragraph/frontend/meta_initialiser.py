@@ -92,6 +92,9 @@ def _check_set(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         unset = tensor.isnan() if tensor.is_floating_point() else tensor == _UNSET
         if tensor.dtype == torch.bool or bool(unset.any()):
-            what = "the model's initializer does not set this tensor, so it has no value on the meta device"
+            what = "the model is on the meta device, and its initializer does not set this tensor"
             remedy = "build the model on the CPU, or give its module a reset_parameters() that sets it"
+            if tensor.dtype == torch.bool:
+                what = "hydragraph cannot tell whether the initializer of a meta model sets a bool tensor"
+                remedy = "build the model on the CPU"
             raise Unsupported(what, where=name, remedy=remedy)

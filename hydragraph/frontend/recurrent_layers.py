@@ -53,7 +53,7 @@ def _convolution(
     from transformers.activations import ACT2FN
 
     cu_seqlens = options.get("cu_seq_lens_q")
-    bounds = sequence_bounds("a short convolution", "it")[0] if cu_seqlens is None else cu_seqlens
+    bounds = sequence_bounds("short convolution", "it")[0] if cu_seqlens is None else cu_seqlens
     rows = hidden_states.to(weight.dtype).transpose(1, 2).flatten(0, 1)
     out = torch.ops.hydragraph.causal_convolution(rows, weight, bias, bounds)
     out = out if activation is None else ACT2FN[activation](out)

@@ -50,7 +50,7 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
             if argument_of(node, option):
                 raise Unsupported(what, where=where, remedy=remedy)
         if tokens is not None and _pairs_or_shifts(node, tokens):
-            raise Unsupported(f"{name} mixes the tokens of packed sequences", where=where, remedy=_remedy(name))
+            raise Unsupported(f"{name} mixes tokens across packed sequences", where=where, remedy=_remedy(name))
 
 
 def refuse_unproven(template: Template, tokens: str, where: str) -> None:

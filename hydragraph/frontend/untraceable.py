@@ -39,7 +39,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
     ),
     nn.EmbeddingBag: (
         "finds its bags by their offsets in the packed row",
-        "use nn.Embedding, and sum or average the result over the bag's dimension",
+        "use nn.Embedding on indices [T, bag size], and sum or average the result over dimension 1",
     ),
 }
 

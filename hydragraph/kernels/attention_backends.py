@@ -103,7 +103,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Back
             return backend
         refusals.append(f"{candidate}: {reason}")
     raise Unsupported(
-        f"no backend for {q.dtype} heads of size {q.shape[2]} on {q.device} ({'; '.join(refusals)})",
+        f"no backend supports {q.dtype} heads of size {q.shape[2]} on {q.device} ({'; '.join(refusals)})",
         where="varlen_attention",
         remedy="use attention_backend(None) to choose any backend" if name else "use bf16 on CUDA, or use the CPU",
     )

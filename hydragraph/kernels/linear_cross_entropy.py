@@ -8,7 +8,7 @@ statistics. For a token's logits z, with label smoothing s over N classes:
 
     loss = log(sum exp(z)) - (1 - s) z_label - s / N sum z      gradient = softmax(z) - (1 - s) one_hot - s / N
 
-Shapes: T tokens, E the hidden size, V rows of the head on this rank, C tokens of a chunk.
+Shapes: T tokens, E the hidden size, V head rows on this rank, C tokens per chunk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and read-only folders.
 
-numba's own cache makes imports fail if it has no folder, raises pickle errors for truncated files, runs corrupted
-machine code, ignores changes of imported functions, and compiles again in every environment.
+numba's own cache fails imports if no folder is writable, raises pickle errors for truncated files, runs corrupted
+machine code, misses changes to imported functions, and recompiles in each environment.
 """
 
 from __future__ import annotations

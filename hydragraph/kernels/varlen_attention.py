@@ -129,7 +129,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | N
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 1:
         raise _refused(
             f"cu_seqlens of shape {list(cu_seqlens.shape)} and {cu_seqlens.dtype}",
-            "pass [N + 1] int32 or int64: the start of each sequence, then the number of tokens",
+            "pass an int32 or int64 tensor [N + 1]: the start of each sequence, then the number of tokens",
         )
     sinks = {} if sink is None else {"sink": sink}
     require_one_device("varlen_attention", {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, **sinks})

@@ -86,6 +86,9 @@ def test_what_no_initialiser_sets_is_refused_by_name() -> None:
         model = Unset()
     with pytest.raises(Unsupported, match=r"scale: .*initializer does not set this tensor"):
         list(initial_parameters(model, seed=0))
+    model.register_buffer("keep", torch.ones(2, dtype=torch.bool, device="meta"))
+    with pytest.raises(Unsupported, match=r"keep: hydragraph cannot tell whether .* sets a bool tensor; build .* CPU"):
+        initial_buffers(model)
 
 
 def test_a_model_that_is_partly_on_meta_is_refused() -> None:

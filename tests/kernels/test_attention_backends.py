@@ -74,7 +74,7 @@ def test_a_choice_is_logged_once_with_its_reasons(
 
 def test_all_refuse(gpu: None) -> None:
     with pytest.raises(
-        Unsupported, match=r"no backend for torch.float64 .* triton: no kernel for torch.float64.*use bf16"
+        Unsupported, match=r"no backend supports torch.float64 .* triton: no kernel for torch.float64.*use bf16"
     ):
         chosen(OnGpu(torch.float64))
 
@@ -250,7 +250,7 @@ def test_a_package_that_cannot_be_imported_is_a_reason(
         ({"k": torch.zeros(2, 2, 8)}, r"pass \[T, Hq, D\], \[T, Hk, D\]"),
         (
             {"cu_seqlens": torch.zeros(2)},
-            r"cu_seqlens of shape \[2\] and torch.float32; pass \[N \+ 1\] int32 or int64",
+            r"cu_seqlens of shape \[2\] and torch.float32; pass an int32 or int64 tensor \[N \+ 1\]",
         ),
     ],
 )

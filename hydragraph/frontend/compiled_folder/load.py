@@ -1,4 +1,4 @@
-"""Reading of a compiled folder: data is validated, and code is loaded only from a trusted folder."""
+"""Load a compiled folder: validate its data, and load code only from a trusted folder."""
 
 from __future__ import annotations
 

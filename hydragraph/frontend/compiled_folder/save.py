@@ -1,4 +1,4 @@
-"""Writing of a program and its variants to a compiled folder."""
+"""Write a program and its variants to a compiled folder."""
 
 from __future__ import annotations
 
