@@ -79,7 +79,7 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
         assert measured is not None, "PlanOptions.check requires a profile or a model"
         corrections = read_corrections(asked.corrections)
         costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
-        return costs, f"{costs.source}; memory from the profile"
+        return costs, f"{costs.source}; memory predicted from the profile"
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
@@ -93,7 +93,7 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = costs_of_run(config, measured, cluster, asked.corrections, blocks=blocks).changed(health=rates, home=owners)
-    return costs, f"{costs.source}; memory from the sizes of compiled graphs"
+    return costs, f"{costs.source}; memory computed from compiled graphs"
 
 
 def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:

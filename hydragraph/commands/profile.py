@@ -123,7 +123,7 @@ def profile_rank(
 def _read_schemes(text: str) -> tuple[Scheme, ...]:
     matches = [re.fullmatch(r"tp([1-9]\d*)pp([1-9]\d*)", part.strip()) for part in text.split(",")]
     if not all(matches):
-        raise ValueError(f"--schemes {text!r}: write schemes as in tp1pp1,tp2pp4")
+        raise ValueError(f"--schemes {text!r}: write schemes like tp1pp1,tp2pp4")
     return tuple(dict.fromkeys((int(match[1]), int(match[2])) for match in matches if match))
 
 

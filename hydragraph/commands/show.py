@@ -183,7 +183,8 @@ def _plain(folder: ShownFolder, found: Sequence[ShownStrategy]) -> Iterator[str]
     if not found:
         yield from overview(folder)
     for strategy in found:
-        yield f"{strategy.name}: {folder.summary.ranks} ranks run {len(strategy.programs.bodies)} kinds of program"
+        kinds = len(strategy.programs.bodies)
+        yield f"{strategy.name}: {folder.summary.ranks} ranks run {kinds} kind{'s' * (kinds > 1)} of program"
         lines = []
         for kind, body in enumerate(strategy.programs.bodies):
             named = ranks_text(strategy.programs.of_kind(kind))

@@ -88,7 +88,7 @@ def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
 
 
 def _totals(by_kind: Mapping[str, Traffic], ranks: int, node: int) -> Iterator[str]:
-    rows = [("kind", "what", "in all", "between nodes", "most of a rank")]
+    rows = [("kind", "what", "in all", "between nodes", "busiest rank")]
     for kind, traffic in by_kind.items():
         apart = traffic.src // node != traffic.dst // node
         row = (bytes_text(traffic.total), bytes_text(int(traffic.size[apart].sum())), bytes_text(traffic.most))

@@ -111,7 +111,7 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
 def _slower(row: Contender, best: Contender) -> str:
     longer = (best.tokens_per_s or 0.0) / (row.tokens_per_s or 1.0)
     waited = sum(part for _, part in row.shares) * longer - sum(part for _, part in best.shares)
-    text = f"{longer - 1:.1%} longer per token" if longer < 2 else f"{longer:.2g} × as long per token"
+    text = f"takes {longer - 1:.1%} longer per token" if longer < 2 else f"takes {longer:.2g} × as long per token"
     if longer - 1 < 5e-4:
         return "as fast as the best"
     part = waited / (longer - 1)

@@ -229,7 +229,9 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     assert told.exit_code == 0, told.output
     written = hg.Strategy.load(uneven / "plan.yaml")
     assert f"strategy: {written.name}" in told.stdout
-    assert "computation as measured: made up for fast, made up for slow; memory from the profile" in told.stdout
+    assert (
+        "computation as measured: made up for fast, made up for slow; memory predicted from the profile" in told.stdout
+    )
     assert f"strategies: [{uneven / 'plan.yaml'}]" in told.stdout
     options = shlex.split(told.stdout.partition("hydragraph train config.yaml ")[2].splitlines()[0])
     config = TrainConfig.load(uneven / "config.yaml", options[1::2])
@@ -280,7 +282,7 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path, mo
     told = plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--output", "model.yaml")
     assert told.exit_code == 0, told.output
     assert "not measured: datasheet of fast at up to 65% of 1000 TFLOP/s" in told.stdout
-    assert "memory from the sizes of compiled graphs" in told.stdout
+    assert "memory computed from compiled graphs" in told.stdout
     assert "3 sequences of 32 tokens on 4 devices" in told.stdout  # a step of the config
     # A run accepts the written file with the printed options.
     (said,) = (line for line in told.stdout.splitlines() if "hydragraph train" in line)

@@ -106,7 +106,7 @@ def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--schemes", "tp1"), "--schemes 'tp1': write schemes as in tp1pp1,tp2pp4"),
+        (("--schemes", "tp1"), "--schemes 'tp1': write schemes like tp1pp1,tp2pp4"),
         (("--schemes", "tp0pp1"), "--schemes 'tp0pp1'"),
         (("--schemes", "tp4pp1"), "scheme tp4pp1 needs 4 ranks for one stage, but there are 1"),
         (("--out", "nowhere/p.json"), "in the folder nowhere, which does not exist"),
