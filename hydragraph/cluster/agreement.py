@@ -55,7 +55,7 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
-    """Run a function on every rank like `together`, and return this rank's result."""
+    """Like `together`, but return only this rank's result."""
     results: list[T] = []
     together(ranks, what, lambda: results.append(work()))
     return results[0]

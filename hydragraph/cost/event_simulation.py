@@ -40,7 +40,7 @@ _QUEUES = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND, Op.OFFLOAD: _COPY, Op
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Begin and end of an actor's instructions, in seconds.
+    """Start and end times of an actor's instructions, in seconds.
 
     Attributes:
         actor, index: actor and index of the instruction that each instruction waited for last; -1: none.

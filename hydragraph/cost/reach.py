@@ -48,7 +48,7 @@ class Reach:
 
     @property
     def order(self) -> tuple[float, float]:
-        """(window, chunk) for sorting; infinite without a limit."""
+        """Sort key (window, chunk), with None as infinity."""
         return self.window or math.inf, self.chunk or math.inf
 
 

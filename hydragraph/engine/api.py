@@ -172,7 +172,7 @@ def compile(
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
-        program: result of `capture` for an equal model. Pass `example` and `loss` only to `capture`.
+        program: result of `capture` for an equal model. With it, omit `example` and any `loss` without buffers.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".

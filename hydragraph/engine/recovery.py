@@ -338,7 +338,7 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
     """Derive a home for ranks in these seats (initial ranks) from the home for all seats.
 
     Args:
-        wanted: home with shares by seat; ranks in other seats get the average share.
+        wanted: home with shares by seat; a seat without a share gets the average.
         leaving: ranks that must not own state.
     """
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1

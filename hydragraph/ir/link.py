@@ -1,8 +1,8 @@
 """Links: slices that ranks send to convert one layout of a bucket into another: `copy` values, `reduce` gradients.
 
 Ranks of the *source* layout send, and ranks of the *target* layout receive. The ends of the source's intervals divide
-the elements into *cells*. A rank stores all elements of a cell or none. Target intervals are divided at the same ends,
-and each piece gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
+the elements into *cells*. A rank stores all elements of a cell or none. Target intervals are also cut at these ends;
+each piece gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
 
 Symbols, with the lengths of arrays:
 

@@ -5,7 +5,7 @@ With NCCL, a device's queues wait for messages, but the host does not:
     host         queues all work in program order; waits only when a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
     messages     run in program order per communicator; a send and its receive wait for each other. A send also waits
-                 for all earlier computations, and a receive for those before the preceding send
+                 for all computations before it; a receive waits for those before its rank's last send
 """
 
 from __future__ import annotations

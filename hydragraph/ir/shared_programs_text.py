@@ -22,7 +22,7 @@ from hydragraph.spec.home_text import consecutive
 TABLE = "ranks.txt"
 _LEGEND = """\
 # {ranks} ranks run {kinds} kinds of program. Each kind has one text, with letters in place of the numbers that differ
-# between its ranks; a row below gives one rank's numbers:
+# between its ranks; each row below gives one rank's numbers:
 #   kind    the text is program_KIND.txt
 #   P       the rank's pipeline: one number for each "pipeline P" in the text
 #   T       all ranks of its stage, in tensor-parallel order

@@ -5,11 +5,11 @@ A value is a string of one of these forms:
     text         kind                  meaning
     h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
-    s.{block}.{m}  SAVED               saved by a block's forward for its backward
+    s.{block}.{m}  SAVED               values that a block's forward saves for its backward
     o.{block}.{m}  OFFLOADED           saved values in host memory (`passes.offload`)
     c.{block}.{m}  COPYING             saved values that are being copied to host memory
     f.{block}.{m}  FETCHED             saved values, copied back to the device
-    t.{block}.{m}  POSTPONED           passed from the first half of a block's backward to the second
+    t.{block}.{m}  POSTPONED           values that the first half of a block's backward passes to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights

@@ -345,8 +345,8 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
         while under_way and sum(outline.sizes[value.bucket] for value in under_way) > left:
             over.append(under_way.popleft())
         if [value for value in instruction.after if value not in instruction.reads] != over:
-            expected = ", ".join(over) or "none"
-            raise _fail(program, index, f"it should wait for these earlier exchanges: {expected}")
+            expected = f"these earlier exchanges: {', '.join(over)}" if over else "no earlier exchange"
+            raise _fail(program, index, f"it should wait for {expected}")
         under_way.append(named(instruction.target))
 
 

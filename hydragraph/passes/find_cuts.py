@@ -1,8 +1,8 @@
 """Search for the dimensions that tensor parallelism may shard: a walk follows sharded values through a forward graph.
 
 A product with a weight may give each rank some columns of its result (*column-parallel*). Everything computed from
-these columns stays sharded along the same units until a second product sums the parts (*row-parallel*). The walk starts
-with every product on a replicated input as a candidate. It drops a candidate when an operator needs the whole sharded
+these columns stays sharded along the same units until a second product sums the parts (*row-parallel*). At first, every
+product with a replicated input is a candidate. The walk drops a candidate when an operator needs the whole sharded
 dimension. A parameter is sharded only if all its readers need the same shards.
 
 In a Llama with 4 heads of size 16 (H = 64), the walk from the query's product finds these cuts, as (dim, scale):

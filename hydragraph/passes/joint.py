@@ -59,7 +59,7 @@ class _WideRule(ShardRule):
 
 
 def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
-    """Return a rank's joint graph with proven sizes, its placeholders' values, and the number of forward outputs.
+    """Return a rank's joint graph (sizes proven), its placeholders' values, and the number of forward outputs.
 
     Raises:
         Unsupported: the graph would be valid only for some numbers of tokens.

@@ -118,7 +118,7 @@ class Placement:
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
-        """Return a stage's work in schedule order; pipelines are numbered within their group."""
+        """Return a stage's actions in schedule order, with `pipeline` counted within its group."""
         group = self._groups[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 

@@ -41,7 +41,7 @@ def _in_words(costs: Costs, plan: Plan) -> str:
     counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
-    also = f", and {more} more strategies for the mini-batches that they run faster" if more else ""
+    also = f", plus faster strategies for some mini-batches ({more})" if more else ""
     idle = sorted(set(range(costs.ranks)) - set(plan.strategy.devices))
     if not idle:
         return f"{plan.strategy.name}: {pipelines}{also}"

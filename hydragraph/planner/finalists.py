@@ -103,7 +103,7 @@ class Finalists:
 
     @classmethod
     def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
-        """Keep each strategy's best result or, without results, its most promising proposal."""
+        """Keep each strategy's best result or, if it has none, its most promising proposal."""
         settled: dict[Strategy, Settled] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}

@@ -73,7 +73,7 @@ def refined(
 
 
 def as_run(costs: Costs, plan: Settled) -> Settled:
-    """Return a plan with the micro-batches that a run forms, if they fit, and without idle pipelines."""
+    """Return the plan with a run's micro-batches and no idle pipelines if it fits, else unchanged."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
     except Unsupported:

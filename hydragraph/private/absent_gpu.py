@@ -63,7 +63,7 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor compile for an absent GPU with a separate cache; add its kernels to `kernels`, keyed by source.
+    """Let Inductor, with a fresh cache, compile for an absent GPU; add the kernels to `kernels`, keyed by source.
 
     Raises:
         Unsupported: Triton's interpreter is on, or PyTorch's CPU build finds no C++ compiler.

@@ -212,7 +212,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
         raise Unsupported(
             "no parameter gets a gradient: all are frozen (requires_grad=False), or the loss uses none",
             where="optimizer",
-            remedy="set requires_grad of trainable parameters before compiling, or pass optimizer=None to evaluate",
+            remedy="set requires_grad on the parameters to train before compiling, or pass optimizer=None to evaluate",
         )
     try:
         optimizer = call_factory(factory, named)

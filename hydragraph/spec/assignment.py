@@ -43,7 +43,7 @@ class Assignment:
         most = max((i for p in self.micro_batches for m in p for i in m), default=-1)
         if most >= len(self.lengths):
             raise ValueError(
-                f"the assignment uses sequence {most}, but has {len(self.lengths)} lengths: give "
+                f"the assignment uses sequence index {most}, but has {len(self.lengths)} lengths: give "
                 "Assignment(micro_batches, lengths) the length of each sequence"
             )
         return tuple(tuple(tuple(self.lengths[i] for i in m) for m in p) for p in self.micro_batches)

@@ -58,7 +58,10 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens: T (Q) is the sum of (squared) lengths in an average mini-batch."""
+        """Equal sequences with the sum T of lengths and the sum Q of squared lengths of an average mini-batch.
+
+        These are T^2 / Q sequences of Q / T tokens.
+        """
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

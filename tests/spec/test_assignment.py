@@ -17,7 +17,7 @@ def test_tokens_and_counts_follow_the_indices() -> None:
 
 @pytest.mark.parametrize("lengths", [(), (5, 7)])
 def test_a_sequence_without_a_length_is_named(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"uses sequence 2, but has {len(lengths)} lengths"):
+    with pytest.raises(ValueError, match=rf"uses sequence index 2, but has {len(lengths)} lengths"):
         Assignment((((2, 0),),), lengths).tokens  # noqa: B018
 
 

@@ -197,7 +197,7 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return a replica's milliseconds, summed over the powers of two that make up its number of samples."""
+    """Return a replica's milliseconds: the sum over the powers of two that add up to its number of samples."""
     total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:

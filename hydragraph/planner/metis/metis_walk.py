@@ -76,7 +76,7 @@ def walk(
     Args:
         places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
-        stages: number of stages that Metis prices on its first visit.
+        stages: number of stages in Metis's first price of a plan.
     """
     count = divisions.shape[1]
     layers = tables.share.size
