@@ -139,15 +139,13 @@ class CostedWork:
         """Return the bytes of the tensor-parallel sums that the curves exclude, by (sender, receiver)."""
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:
-            t = len(placed.ranks)
-            summed = 0  # tokens
-            for role in placed.roles if t > 1 else ():
+            size = 0.0
+            for role in placed.roles:
                 stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
-                summed += sum(self._costs.sums(stage, placed.blocks[role.visit])) * sum(
-                    m.tokens for m in self._batches[role.pipeline]
-                )
-            if summed:
-                size = summed * 2 * (t - 1) / t * self._costs.sizes.hidden_bytes
+                rings = self._costs.rings(stage, placed.blocks[role.visit]) or ()
+                tokens = sum(m.tokens for m in self._batches[role.pipeline])
+                size += sum(ring.sent_bytes(tokens) for ring in rings)
+            if size:
                 pairs.update(dict.fromkeys(ring_pairs(placed.ranks), size))
         return pairs
 

@@ -49,21 +49,30 @@ class Ring:
         return replace(self, times=factor * self.times, hidden=factor * self.hidden, beside=beside)
 
     @property
+    def messages(self) -> int:
+        """Number of messages per sum, which a rank sends one after another."""
+        return 2 * (self.ranks - 1)
+
+    def sent_bytes(self, tokens: int) -> float:
+        """Return the bytes that a rank sends to the next rank for a micro-batch."""
+        return self.times * self.messages * tokens * self.token_bytes / self.ranks
+
+    @property
     def latency_s(self) -> float:
         """Total latency of the sums' last pieces, in seconds."""
-        return self.times * 2 * (self.ranks - 1) * self.link.latency_s
+        return self.times * self.messages * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
         """Return the exposed seconds for a micro-batch."""
         if not self.times:
             return 0.0
-        each = 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks / self.pieces)
+        each = self.messages * self.link.seconds(tokens * self.token_bytes / self.ranks / self.pieces)
         sent = self.times * self.pieces * each - self._beside_products(each, tokens)
         return max(self.latency_s, sent - tokens * self.hidden)
 
     def token_seconds(self, per_byte: float) -> float:
         """Return the exposed seconds per token, without latencies, for `per_byte` seconds per byte."""
-        each = 2 * (self.ranks - 1) * self.token_bytes / self.ranks * per_byte
+        each = self.messages * self.token_bytes / self.ranks * per_byte
         return max(0.0, self.times * each - self._beside_products(each / self.pieces, 1) - self.hidden)
 
     def _beside_products(self, each: float, tokens: int) -> float:
