@@ -24,11 +24,13 @@ formula of the system's own paper, without a fitted constant:
                   the products of the other pieces (Transformer Engine's user buffers)
     sums wait     Megatron-LM of 2021, which BLOOM and AMP used, computes weight gradients after the backward's sums
     DeepSpeed     BLOOM and AMP ran DeepSpeed: messages and reductions overlap with nothing (published/deepspeed.py)
-    eager         AMP's kernels were launched one by one. Its authors measured forwards on one sequence (src/known_cost
-                  in their repository). What a layer takes longer than predicted is added to every micro-batch, and
-                  twice to its backward; what is faster is scaled. The attention mask travels with hidden states
+    eager         AMP's kernels were launched one by one, and the attention mask travels with hidden states
     context       c ranks that share each sequence's tokens compute as much as c ranks with whole sequences
     budget        torchtitan's selective recomputation saves every second product: `recompute: 0.5`
+
+AMP's authors also measured forwards on one sequence (src/known_cost in their repository). The runs on mixed GPUs are
+priced a second time with these times, and the result is printed apart from all errors: what a layer takes longer than
+predicted is added to every micro-batch, and twice to its backward; what is faster is scaled.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ from hydragraph.spec.strategy import Strategy
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "published" / "runs.json"
 GPUS = ("a100-80gb", "h100-sxm")  # whose fractions are fitted
-MOST_RANKS = 1100  # larger runs take minutes to simulate each
+FITTED_RANKS = 1100  # the constants were not fitted on larger runs, whose simulation takes a minute or more
 FIRST_FLASH = (0.25 + 0.40) / (0.50 + 0.73)
 # Beginnings of the names of runs of 2021 and 2022, before attention was fused.
 BEFORE_FUSED = ("K22", "N21", "BS", "AMP")
@@ -107,7 +109,8 @@ class Otherwise:
         overlapped: tensor-parallel collectives overlap with products.
         sums_wait: the backward's sums do not overlap with weight gradients.
         deepspeed: the runtime is DeepSpeed.
-        eager: kernels are launched one by one.
+        eager: kernels are launched one by one, and the attention mask travels.
+        measured: layers take the times that AMP's authors measured; no run has this unless asked.
         context: ranks that share a sequence and are counted as tensor parallel in the file.
         budget: memory budget of recomputation, or 0.
         streamed: weights are gathered for each block (ZeRO-3).
@@ -121,6 +124,7 @@ class Otherwise:
     sums_wait: bool = False
     deepspeed: bool = False
     eager: bool = False
+    measured: bool = False
     context: int = 1
     budget: float = 0.0
     streamed: bool = False
@@ -194,7 +198,7 @@ class Otherwise:
                 second = 2 * (backward.a - kind.recompute * forward.a) + 9.5 * moved_s
                 second += first * (kind.recompute or self.again)
                 forward, backward = replace(forward, a=first), replace(backward, a=second)
-            if self.eager and forward.b > 0:
+            if self.measured and forward.b > 0:
                 found, own = (
                     measured_s(type_, kind, forward.a > 0, piece, hidden_bytes),
                     forward.at(Load([EAGER_TOKENS])),
@@ -408,13 +412,13 @@ def priced(run: Run, data: Mapping[str, Any], memory: bool = True) -> Priced:
 
 
 def third_of(runs: Iterable[Run]) -> frozenset[str]:
-    """Return every third run on A100s and on H100s, with and without pipelines, in the file's order."""
+    """Return every third run on A100s and on H100s, with and without pipelines, in the file's order, unless larger."""
     seen: Counter[tuple[str, bool]] = Counter()
     chosen = set()
     for run in runs:
         kind = (run.gpu[:4], run.pp > 1)
         seen[kind] += 1
-        if seen[kind] % 3 == 0 and not run.otherwise.eager:
+        if seen[kind] % 3 == 0 and not run.otherwise.eager and run.gpus <= FITTED_RANKS:
             chosen.add(run.id)
     return frozenset(chosen)
 
@@ -442,14 +446,15 @@ def fitted(runs: Sequence[Run], data: Mapping[str, Any]) -> Mapping[str, float]:
     return {name: value * factor for (name, value), factor in zip(start.items(), factors.tolist(), strict=True)}
 
 
-KINDS = {
-    "all": lambda run: True,
-    "with pipelines": lambda run: run.pp > 1,
-    "without pipelines": lambda run: run.pp == 1,
-    "1 to 8 GPUs": lambda run: run.gpus <= 8,
-    "more GPUs": lambda run: run.gpus > 8,
-    "mixed GPUs": lambda run: run.gpu == "amp_mixed",
-}
+FAMILIES = {"a100": "on A100s", "h100": "on H100s", "amp_mixed": "on V100s mixed with T4s", "amp_t4": "on T4s"}
+SIZES = ("on 1 to 8 GPUs", "on more GPUs")
+
+
+def kinds_of(run: Run) -> tuple[str, ...]:
+    """Return the kinds of runs that a run is counted with, as in `hydragraph.cost.published_errors.PUBLISHED`."""
+    how = "with pipelines" if run.pp > 1 else "without pipelines"
+    (family,) = (words for name, words in FAMILIES.items() if run.gpu.startswith(name))
+    return ("all", how, family, f"{family} {how}", SIZES[run.gpus > 8])
 
 
 def ranks(values: Sequence[float]) -> list[int]:
@@ -469,10 +474,12 @@ def summary(found: Iterable[Priced], third: frozenset[str]) -> Table:
     """Return the errors by kind of run, of those that the constants were not fitted on and of the others."""
     title = "predicted seconds against published ones"
     table = Table("runs", "not fitted", "mean |error|", "bias", "largest", "fitted", "mean |error|", title=title)
-    every = list(found)
-    for name, belongs in KINDS.items():
+    every = [(kinds_of(p.run), p) for p in found]
+    hows = ("without pipelines", "with pipelines")
+    for name in ("all", *hows, *(f"{f} {how}".strip() for f in FAMILIES.values() for how in ("", *hows)), *SIZES):
         errors, used = (
-            [p.error for p in every if belongs(p.run) and (p.run.id in third) == fitted] for fitted in (False, True)
+            [p.error for kinds, p in every if name in kinds and (p.run.id in third) == fitted]
+            for fitted in (False, True)
         )
         if errors:
             row = [str(len(errors)), f"{fmean(map(abs, errors)):.1%}", f"{fmean(errors):+.1%}"]
@@ -485,7 +492,6 @@ def main() -> None:
     """Price the runs and print the table and the errors."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="runs whose name contains this")
-    parser.add_argument("--most-ranks", type=int, default=MOST_RANKS, help="leave out runs on more GPUs")
     parser.add_argument("--fit", action="store_true", help="fit the constants on a third of the runs (half an hour)")
     chosen = parser.parse_args()
     if not DATA.exists():
@@ -493,7 +499,7 @@ def main() -> None:
         return
     data = json.loads(DATA.read_text())
     runs = [Run.of(record) for record in data["runs"]]
-    known = [run for run in runs if chosen.only in run.id and run.gpus <= chosen.most_ranks]
+    known = [run for run in runs if chosen.only in run.id]
     third = third_of(runs)
     if chosen.fit:
         for name, value in fitted([run for run in known if run.id in third], data).items():
@@ -525,11 +531,16 @@ def main() -> None:
     console.print(summary(found, third))
     peaks = [abs(p.peak_bytes / p.run.peak_bytes - 1) for p in found if p.run.peak_bytes is not None]
     if peaks:
-        console.print(f"memory: mean |error| {fmean(peaks):.1%} of {len(peaks)} runs")
+        console.print(f"memory: mean |error| {fmean(peaks):.1%} of {len(peaks)} runs, at most {max(peaks):.0%}")
     mixed = [p for p in found if p.run.gpu == "amp_mixed"]
     if len(mixed) > 1:
-        console.print(f"order of the plans on mixed GPUs: rank correlation {rank_correlation(mixed):.2f}")
-    console.print(f"left out: {len(runs) - len(known)} runs, on more than {chosen.most_ranks} GPUs or not named")
+        timed = [priced(replace(p.run, otherwise=replace(p.run.otherwise, measured=True)), data) for p in mixed]
+        for how, plans in (("", mixed), (" with the measured times of layers", timed)):
+            console.print(
+                f"plans on mixed GPUs{how}: mean |error| {fmean(abs(p.error) for p in plans):.1%}, rank correlation "
+                f"{rank_correlation(plans):.2f}"
+            )
+    console.print(f"left out: {len(runs) - len(known)} runs")
 
 
 if __name__ == "__main__":
