@@ -103,7 +103,7 @@ def _of_type(
     compiled: VariantOf | None,
 ) -> Profile:
     kind = cluster.types[name]
-    sheet = known(kind.flops_per_s, kind.memory_bytes_per_s)
+    sheet = known(kind.flops_per_s, kind.memory_bytes_per_s, name)
     most = efficiency if efficiency is not None else sheet.reached if sheet else UNKNOWN
     rates = _Rates(kind.flops_per_s * most, kind.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
     what = f"{most:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s"
@@ -141,7 +141,7 @@ def _expected_error(cluster: Cluster) -> str:
     kinds = ["on V100s mixed with T4s"] if mixed else ["without pipelines", "with pipelines"]
     errors = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
     (name, first), *_ = cluster.types.items()
-    sheet = known(first.flops_per_s, first.memory_bytes_per_s)
+    sheet = known(first.flops_per_s, first.memory_bytes_per_s, name)
     none = "" if mixed or (sheet and sheet.published) else f", none of them on {name or 'these devices'}"
     return f"the mean error of such predictions is {' and '.join(errors)}{none}"
 

@@ -62,8 +62,9 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 )
 
 
-def known(flops_per_s: float, memory_bytes_per_s: float) -> Datasheet | None:
-    for sheet in KNOWN.values():
+def known(flops_per_s: float, memory_bytes_per_s: float, name: str = "") -> Datasheet | None:
+    """Return the datasheet with these rates, preferably the one called `name`."""
+    for _, sheet in sorted(KNOWN.items(), key=lambda item: item[0] != name):
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):
             return sheet

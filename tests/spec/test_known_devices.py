@@ -32,6 +32,9 @@ def test_a_built_in_type_needs_no_entry(tmp_path: Path) -> None:
 def test_devices_of_known_rates_are_recognised() -> None:
     assert known(312e12, 1.94e12) is None  # an A100 over PCIe has less bandwidth
     assert known(312e12, 2.0e12) is KNOWN["a100-80gb"]
+    assert known(989e12, 3.35e12) is known(989e12, 3.35e12, "mine") is KNOWN["h100-sxm"]
+    assert known(989e12, 3.35e12, "h800") is KNOWN["h800"]
+    assert known(1e12, 1e11, "h800") is None
     assert all(0 < sheet.reached < 1 for sheet in KNOWN.values())
 
 
