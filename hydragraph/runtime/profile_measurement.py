@@ -167,7 +167,7 @@ def measure(
     timings = []
     for kind in settings.every_kind:
         bench = _Bench(subject, kind, groups, stages_measured_at_once(places, kind.tp))
-        rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
+        rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device, places)
         timings += [bench.timing(block, rows, device, places) for block in [*representatives.values(), program.aux]]
     total = len(timings) + settings.repeats + 2
     left = timings
@@ -186,7 +186,7 @@ def measure(
     for timing in timings:
         template = AUX if timing.block is program.aux else timing.block.template
         for name in timing.stages:
-            of_kind = measurements[name].setdefault(timing.bench.kind, Measurements(timing.rows, {}))
+            of_kind = measurements[name].setdefault(timing.bench.kind, Measurements(timing.rows[name], {}))
             measurements[name][timing.bench.kind] = replace(of_kind, times={**of_kind.times, template: timing.of(name)})
     tell(total - 2, total, "messages")
     if messages is None:
@@ -391,7 +391,9 @@ class _Bench:
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
 
-    def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice) -> tuple[Lengths, ...]:
+    def that_fit(
+        self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice, places: Sequence[DevicePlace]
+    ) -> dict[str, tuple[Lengths, ...]]:
         most = math.inf
         for block in blocks:
             piece = self._sizes(block)
@@ -399,11 +401,17 @@ class _Bench:
                 device.memory - piece.fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
             )
             most = min(most, free / max(piece.kept + piece.working, 1e-9))
-        most = min(self._groups.gather(most))
-        return tuple(row for row in rows if sum(row) <= most)
+        limits: dict[str, float] = {}
+        for place, own in zip(places, self._groups.gather(most), strict=True):
+            limits[place.type] = min(own, limits.get(place.type, math.inf))
+        return {name: tuple(row for row in rows if sum(row) <= limit) for name, limit in limits.items()}
 
     def timing(
-        self, block: Block, rows: Sequence[Lengths], device: PricedDevice, places: Sequence[DevicePlace]
+        self,
+        block: Block,
+        rows: Mapping[str, tuple[Lengths, ...]],
+        device: PricedDevice,
+        places: Sequence[DevicePlace],
     ) -> _Timing:
         """Return a block's timing; all ranks call this and the timing's methods."""
         aux = block is self._program.aux
@@ -413,32 +421,37 @@ class _Bench:
             stages.setdefault(places[stage[0]].type, []).append(stage)
         reaches = frozenset() if aux else reaches_of(self._program.templates[block.template])
         pieces = self._groups.gather(piece)
-        return _Timing(self, block, tuple(rows), self._links(piece, rows, device), pieces, stages, reaches)
+        every = max(rows.values(), key=len)
+        fitting = len(rows[places[self._groups.world.rank].type])
+        return _Timing(self, block, rows, every, self._links(piece, every, device, fitting), pieces, stages, reaches)
 
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
-        runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
+        runs = [self._aux_run()] if block is self._program.aux else self._chain(block, max(links, default=0))
         chains = list(zip(links, rows, strict=True))
         for count, row in chains[:1]:  # warm-up, because new weights touch memory for the first time
             self._time(runs[:count], row)
         return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
-    def _chain(self, block: Block) -> list[_Run]:
+    def _chain(self, block: Block, most: int) -> list[_Run]:
         alike = sum(other.template == block.template for other in self._program.blocks)
-        return [self._block_run(block) for _ in range(min(alike, CHAIN))]
+        return [self._block_run(block) for _ in range(min(alike, CHAIN, most))]
 
-    def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
+    def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice, fitting: int) -> list[int]:
         weights = piece.parameters * (2 * 4 + device.itemsize)
-        own = []
-        for row in rows:
+        own = [CHAIN] * len(rows)
+        for i, row in enumerate(rows[:fitting]):
             left = device.memory - piece.fixed - sum(row) * piece.working
-            own.append(int(left // max(weights + sum(row) * piece.kept, 1.0)))
-        return [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
+            own[i] = int(left // max(weights + sum(row) * piece.kept, 1.0))
+        least = [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
+        return least[:fitting] + [0] * (len(rows) - fitting)
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
         """Return forward and backward seconds per block of a chain, which all ranks start together."""
-        batch = self._batch(row)
-        aux = self._aux_values(batch)
+        batch = self._batch(row) if runs else {}
+        aux = self._aux_values(batch) if runs else ()
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
+        if not runs:
+            return 0.0, 0.0
         synchronise(self._device)
         began = between = self._clock()
         if self._collectives is not None or self.kind.tp == 1:
@@ -572,13 +585,15 @@ class _Timing:
     """Repeated timing of a block in one kind of stage.
 
     Attributes:
+        rows: by type.
         links: for each micro-batch, the number of blocks in a chain.
         turns: forward and backward seconds by repetition, rank and micro-batch.
     """
 
     bench: _Bench
     block: Block
-    rows: tuple[Lengths, ...]
+    rows: Mapping[str, tuple[Lengths, ...]]
+    every_row: tuple[Lengths, ...]
     links: Sequence[int]
     pieces: Sequence[BlockPiece]
     stages: Mapping[str, Sequence[tuple[int, ...]]]
@@ -586,7 +601,7 @@ class _Timing:
     turns: list[Sequence[Sequence[tuple[float, float]]]] = field(default_factory=list)
 
     def repeat(self) -> None:
-        self.turns.append(self.bench.turn(self.block, self.rows, self.links))
+        self.turns.append(self.bench.turn(self.block, self.every_row, self.links))
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
@@ -609,7 +624,7 @@ class _Timing:
         def median_of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
             return median(max(part(turn[rank][row]) for rank in stage) for stage in stages for turn in self.counted)
 
-        rows = range(len(self.rows))
+        rows = range(len(self.rows[type_]))
         seconds = tuple(median_of(row, sum) for row in rows)
         forward = tuple(median_of(row, lambda both: both[0]) for row in rows)
         sizes = [self.pieces[rank] for stage in stages for rank in stage]

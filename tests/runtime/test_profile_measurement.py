@@ -194,7 +194,8 @@ def timing(*seconds: float) -> _Timing:
     """Return a timing of one micro-batch on one rank, with the seconds of these repetitions."""
     bench: Any = mock.Mock()
     bench.turn.side_effect = [[[(each / 3, each * 2 / 3)]] for each in seconds]
-    made = _Timing(bench, mock.Mock(), ((8,),), [1], [BlockPiece(Constants(0.0, 0.0, 0.0))], {"a": [(0,)]}, frozenset())
+    piece = BlockPiece(Constants(0.0, 0.0, 0.0))
+    made = _Timing(bench, mock.Mock(), {"a": ((8,),)}, ((8,),), [1], [piece], {"a": [(0,)]}, frozenset())
     for _ in seconds:
         made.repeat()
     return made
@@ -249,9 +250,31 @@ def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
     groups = Groups(join("cpu"), timedelta(minutes=2))
     bench = _Bench(MeasuredModel(program, {}, 101, 256), StageKind(1), groups)
     layer = program.blocks[1]
-    assert len(bench._chain(layer)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
-    assert len(bench._chain(program.blocks[0])) == 1
+    assert len(bench._chain(layer, 9)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
+    assert len(bench._chain(layer, 1)) == len(bench._chain(program.blocks[0], 9)) == 1
     piece = BlockPiece(Constants(0.0, 0.0, 0.0), parameters=100, kept=50.0, working=10.0, fixed=1000.0)
     device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 1000, 4)
-    assert bench._links(piece, [(100,), (50, 50), (400,)], device) == [3, 3, 1]
+    rows = [(100,), (50, 50), (400,)]
+    assert bench._links(piece, rows, device, 3) == [3, 3, 1]
+    assert bench._links(piece, rows, device, 2) == [3, 3, 0]
     groups.close()
+
+
+def test_a_small_device_does_not_shorten_what_others_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, model = captured("llama")
+    groups = Groups(join("cpu"), timedelta(minutes=2))
+    bench = _Bench(MeasuredModel(program, initial_buffers(model), 101, 256), StageKind(1), groups)
+    device = PricedDevice("here", 1e9, 1000, 4)
+    reduce = mock.Mock(side_effect=groups.all_reduce)
+    with monkeypatch.context() as patched:
+        patched.setattr(groups, "gather", lambda own: [own, 16.0])
+        rows = bench.that_fit(
+            [(8,), (32,)], program.blocks[:2], device, [DevicePlace("a", "large"), DevicePlace("a", "small")]
+        )
+    assert rows == {"large": ((8,), (32,)), "small": ((8,),)}
+    monkeypatch.setattr(groups, "all_reduce", reduce)
+    ((short, long),) = bench.turn(program.blocks[1], rows["large"], [1, 0])
+    groups.close()
+    assert short[0] > 0
+    assert long == (0.0, 0.0)
+    assert reduce.call_count == 3, "as many as on the other ranks"
