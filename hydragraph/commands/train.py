@@ -174,14 +174,16 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Return the config, with `elastic.min_ranks` 1 if it was unset and the run measures devices and starts ranks."""
+    """Return the config, with `elastic.min_ranks` 1 if it was unset and this process starts ranks that can survive."""
     keys = config.elastic
-    if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
+    if keys.survives or keys.min_ranks is not None or config.ranks == 1:
         return config
-    alone = os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"  # one process per machine
-    if launched() and not (alone and (store or "MASTER_ADDR" in os.environ)):
-        return config
-    return replace(config, elastic=replace(keys, min_ranks=1))
+    starts = config.measures
+    if launched():
+        alone = os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"  # one process per machine
+        more = config.ranks > int(os.environ["WORLD_SIZE"])
+        starts = alone and (config.measures or more) and (store is not None or "MASTER_ADDR" in os.environ)
+    return replace(config, elastic=replace(keys, min_ranks=1)) if starts else config
 
 
 def read_step(text: str, option: str) -> int:

@@ -89,6 +89,10 @@ def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert survives(), "this process starts the ranks of its machine"
     assert not survives(elastic={"min_ranks": 0})
+    assert not survives(strategies=LOPSIDED), "this process is one of the two ranks"
+    assert survives(strategies=LOPSIDED, ranks=4), "the launcher's processes are too few to be the ranks"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not survives(strategies=LOPSIDED, ranks=4)
 
 
 @thorough
