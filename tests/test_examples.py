@@ -154,21 +154,27 @@ def test_launch_scripts_are_bash_and_say_how_to_call_them(name: str) -> None:
 def test_torchrun_is_told_the_machines(tmp_path: Path) -> None:
     said = program(tmp_path, "python", 'echo "$GLOO_SOCKET_IFNAME $*"')
     places = {"NODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "192.168.7.1", "IFACE": "eth1"}
-    done = launched("torchrun.sh", 8, "config.yaml", PYTHON=said, **places)
-    assert done.stdout == (
-        "eth1 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr 192.168.7.1 "
-        "--master-port 29500 --max-restarts 3 -m hydragraph train config.yaml --auto-resume --max-restarts 3\n"
-    )
+    for processes, changed in ((1, places), (8, {**places, "PER_MACHINE": 8})):
+        assert launched("torchrun.sh", "config.yaml", PYTHON=said, **changed).stdout == (
+            f"eth1 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node {processes} "
+            "--master-addr 192.168.7.1 --master-port 29500 --max-restarts 3 -m hydragraph train config.yaml "
+            "--auto-resume --max-restarts 3\n"
+        )
 
 
 @thorough
-@pytest.mark.parametrize("name", ["local.sh", "torchrun.sh"])
-def test_a_launch_script_begins_a_run_and_then_continues_it(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "changed"),
+    [("local.sh", [2], {}), ("torchrun.sh", [], {}), ("torchrun.sh", [], {"PER_MACHINE": 2})],
+)
+def test_a_launch_script_begins_a_run_and_then_continues_it(
+    tmp_path: Path, name: str, arguments: list[object], changed: dict[str, object]
+) -> None:
     config = tmp_path / "config.yaml"
     tiny = {**settings(tmp_path), "strategies": ["<[0]x1,[1]x1>"], "ranks": 2, "check": "off"}
     for steps in (2, 3):
         config.write_text(yaml.safe_dump({**tiny, "steps": steps}))
-        done = launched(name, 2, config)
+        done = launched(name, *arguments, config, **changed)
         assert done.returncode == 0, done.stderr[-3000:]
         assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == steps
     assert "continuing after step 2 of 3" in done.stderr
@@ -184,7 +190,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     run = 'echo $$ > step; while [[ "$1" == --* ]]; do shift; done; SLURM_PROCID=1 SLURM_LOCALID=0 exec "$@"'
     program(folder, "srun", f'cd {tmp_path}; exec setsid bash -c {run!r} srun "$@"')
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[4-5]", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    return {**os.environ, **job, "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return {**environment, **job, "SLURM_CPUS_PER_TASK": "8", "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 @pytest.mark.parametrize(("code", "to"), [(0, None), (1, None), (0, "script"), (0, "ranks")])
@@ -193,7 +200,7 @@ def test_slurm_requeues_a_job_that_was_asked_to_stop_and_no_other(
 ) -> None:
     """Near the time limit only the script gets SIGTERM; at a preemption only the processes of the ranks get it."""
     wait = 'stopped=; trap "stopped=yes" TERM; for _ in {1..500}; do [ "$stopped" ] && break; sleep 0.02; done'
-    begun = f'echo "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT $*" > {tmp_path}/begun'
+    begun = f'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $*" > {tmp_path}/begun'
     python = program(tmp_path, "python", f"{begun}\n{wait if to else ''}\nexit {code}")
     command = ["bash", str(LAUNCH / "slurm.sbatch"), "config.yaml"]
     job = subprocess.Popen(command, env={**slurm, "PYTHON": str(python)}, stdout=subprocess.DEVNULL)
@@ -207,13 +214,25 @@ def test_slurm_requeues_a_job_that_was_asked_to_stop_and_no_other(
         else:
             os.killpg(int((tmp_path / "step").read_text()), signal.SIGTERM)
     assert job.wait(30) == (code if to is None else 75)
-    assert (tmp_path / "begun").read_text() == "1 2 0 node4 20017 -m hydragraph train config.yaml --auto-resume\n"
+    assert (tmp_path / "begun").read_text() == "1 2 0 1 node4 20017 -m hydragraph train config.yaml --auto-resume\n"
     assert ("requeue 17" in (tmp_path / "scontrol").read_text()) == (to is not None)
+
+
+@pytest.mark.parametrize(("per_node", "threads"), [("1", ""), ("8", "8")])
+def test_slurm_gives_each_rank_its_own_cores(
+    tmp_path: Path, slurm: dict[str, str], per_node: str, threads: str
+) -> None:
+    """The single task of a node divides the cores among the ranks that it starts."""
+    python = program(tmp_path, "python", f'echo "$OMP_NUM_THREADS" > {tmp_path}/threads')
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), "config.yaml"]
+    environment = {**slurm, "PYTHON": str(python), "SLURM_NTASKS_PER_NODE": per_node}
+    assert subprocess.run(command, env=environment, check=False, timeout=30).returncode == 0
+    assert (tmp_path / "threads").read_text() == f"{threads}\n"
 
 
 def test_slurm_may_requeue_the_job_and_warns_before_its_end() -> None:
     options = {line.removeprefix("#SBATCH ") for line in (LAUNCH / "slurm.sbatch").read_text().splitlines()}
-    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@120"} <= options
+    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@120", "--ntasks-per-node=1"} <= options
 
 
 def test_the_kubernetes_job_follows_the_schema_of_a_train_job() -> None:
@@ -233,7 +252,8 @@ def test_the_kubernetes_job_follows_the_schema_of_a_train_job() -> None:
 def test_the_kubernetes_job_trains_on_all_gpus_and_mounts_its_volume() -> None:
     spec = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())["spec"]
     trainer = spec["trainer"]
-    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    assert trainer["numProcPerNode"] == 1, "this process starts the ranks, and replaces those that are lost"
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 8
     module = trainer["args"].index("-m")
     assert (trainer["command"], trainer["args"][:module]) == (["torchrun"], ["--max-restarts=3"])
     assert trainer["args"][module + 1 :] == [
@@ -257,8 +277,9 @@ def test_the_skypilot_task_uses_spot_machines_and_shared_storage() -> None:
     assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
     assert list(task["volumes"]) == ["/shared"]
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
-    for name in ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE"):
+    for name in ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"):
         assert f"${name}" in task["run"]
+    assert "torchrun.sh config.yaml" in task["run"]
 
 
 def grpo_step(
