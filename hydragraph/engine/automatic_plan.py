@@ -1,7 +1,7 @@
 """Planning without files, for `strategies: auto`.
 
 Planning measures devices and links (`engine.discovery`), and the times of the model's blocks unless they are cached.
-Times that are too noisy for a fit are measured again, for longer. If a type of device still has no usable times, the
+Noisy times are measured again, for longer. If a type of device still has no usable times, the
 costs of all types come from operation counts.
 """
 
@@ -36,7 +36,7 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.device_reports import report_devices, types_of
 from hydragraph.runtime.profile_fitting import TOO_SMALL
-from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure_types
 from hydragraph.runtime.supported_optimizers import OptimizerFactory, state_bytes
 from hydragraph.spec.home import Home
 from hydragraph.spec.schedule_names import planned_schedules
@@ -135,8 +135,8 @@ def measure_newcomers(
     groups = Groups(world, timedelta(minutes=30), watch=world.watch)
     try:
         found = types_of(report_devices(groups))
-        named = {found[rank]: name for rank, name in enumerate(types) if rank not in newcomers}
-        if all(named.get(found[rank]) == types[rank] for rank in newcomers):
+        named = {(found[rank], name) for rank, name in enumerate(types) if rank not in newcomers}
+        if all([n for f, n in named if f == found[rank]] == [types[rank]] for rank in newcomers):
             return None
         lengths = next(filter(None, groups.gather(planning.lengths)), None)  # joining ranks may have no lengths
         more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
@@ -182,7 +182,8 @@ def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
 def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:
     from hydragraph.planner.brief_explanation import devices_line
 
-    devices = devices_line(costs, found.types, found.links_text)
+    types = [costs.cluster.type_of(rank) for rank in range(costs.ranks)]
+    devices = devices_line(costs, types, found.links_text)
     return (devices, *plan, f"costs: {source}", *([assumed] if assumed else []))
 
 
@@ -194,14 +195,14 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     settings = MeasureSettings(schemes, tuple(kinds) if more else (), _longest(subject.program, found, planning))
     began = time.monotonic()
     keys = _keys(subject, found, settings)
-    profile = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
-    if profile is not None:
-        return _priced(subject, profile, found), "from the cache"
+    recalled = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
+    if recalled is not None:
+        profile, types = recalled
+        return _priced(subject, profile, found.divided(types)), "from the cache"
     for repeats, points in ATTEMPTS:
-        profile = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
+        profile, types = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
         if not any(_is_noisy(type_profile) for type_profile in (profile, *profile.others)):
             break
-    assert profile is not None, "ATTEMPTS is not empty"
     source = _of_first(groups, f"measured in {time.monotonic() - began:.1f} s")
     every = (profile, *profile.others)
     if not all(type_profile.pieces for type_profile in every):
@@ -209,11 +210,10 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         _LOG.warning("the cost model does not fit the measured times (%s): operations are counted instead", reasons)
         source = f"from operation counts at the measured speed of matrix products, because {reasons[:80]}"
         profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
-    elif groups.world.rank == 0:
-        for name, key in keys.items():
-            if not _is_noisy(profile.of(name)):
-                remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
-    return _priced(subject, profile, found), source
+        return _priced(subject, profile, found), source
+    if groups.world.rank == 0:
+        _remember(keys, found, profile, types)
+    return _priced(subject, profile, found.divided(types)), source
 
 
 def _is_noisy(profile: Profile) -> bool:
@@ -253,29 +253,63 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
     return tuple(tp for tp in able if runs(program, Strategy.parse(f"<tp{tp},pp1>", program.layers), tp))
 
 
-def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Keys:
+    """Keys of a rank's profile; `own` if its type was divided."""
+
+    shared: str
+    own: str
+
+
+def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> list[_Keys]:
     program = subject.program
     kinds = tuple(kind.text for kind in settings.every_kind)
     model = (program.fingerprint, program.origin, str(program.dtype), subject.model.backend)
     others = (*model, kinds, settings.longest)
     together = Counter(found.places)
-    keys: dict[str, str] = {}
-    for rank, name in enumerate(found.types):
-        count = max(n for place, n in together.items() if place.type == name)
-        keys.setdefault(name, profile_key(found.reports[rank], count, others))
+    nodes = [report.node for report in found.reports]
+    keys = []
+    for rank, report in enumerate(found.reports):
+        count = max(n for place, n in together.items() if place.type == found.types[rank])
+        own = (*others, report.host, nodes[:rank].count(report.node))
+        keys.append(_Keys(profile_key(report, count, others), profile_key(report, count, own)))
     return keys
 
 
-def _recalled(keys: Mapping[str, str], found: Discovered) -> Profile | None:
-    profiles = [recall_profile(key, found.reports[found.types.index(name)], name) for name, key in keys.items()]
-    cached = [profile for profile in profiles if profile is not None]
-    return Profile.merge(cached) if len(cached) == len(profiles) else None
+def _recalled(keys: Sequence[_Keys], found: Discovered) -> tuple[Profile, tuple[str, ...]] | None:
+    shared: dict[str, Profile | None] = {}
+    profiles: dict[str, Profile] = {}
+    types = []
+    for key, report, name in zip(keys, found.reports, found.types, strict=True):
+        profile = recall_profile(key.own, report)
+        if profile is None:
+            if name not in shared:
+                shared[name] = recall_profile(key.shared, report, name)
+            profile = shared[name]
+        if profile is None:
+            return None
+        types.append(profile.type)
+        profiles.setdefault(profile.type, profile)
+    return Profile.merge([*profiles.values()]), tuple(types)
 
 
-def _measured(subject: Subject, found: Discovered, groups: Groups, settings: MeasureSettings) -> Profile:
+def _remember(keys: Sequence[_Keys], found: Discovered, profile: Profile, types: Sequence[str]) -> None:
+    new_types: dict[str, set[str]] = {}
+    for old, new in zip(found.types, types, strict=True):
+        new_types.setdefault(old, set()).add(new)
+    for rank, (key, report) in enumerate(zip(keys, found.reports, strict=True)):
+        of_type = replace(profile.of(types[rank]), others=())
+        alike = len(new_types[found.types[rank]]) == 1
+        if not _is_noisy(of_type) and (not alike or rank == found.types.index(found.types[rank])):
+            remember_profile(key.shared if alike else key.own, report, of_type)
+
+
+def _measured(
+    subject: Subject, found: Discovered, groups: Groups, settings: MeasureSettings
+) -> tuple[Profile, tuple[str, ...]]:
     def tell(done: int, total: int, what: str) -> None:
         if what and groups.world.rank == 0:
             doing(f"measuring {what}", done + 1, total)
 
-    profile = measure(subject.model, settings, groups, tell, found.places, found.links.messages)
-    return _of_first(groups, profile)
+    measured = measure_types(subject.model, settings, groups, tell, found.places, found.links.messages, split=True)
+    return _of_first(groups, measured)

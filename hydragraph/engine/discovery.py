@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.device_reports import DeviceReport, report_devices, types_of
@@ -25,6 +25,11 @@ class Discovered:
     @property
     def places(self) -> tuple[DevicePlace, ...]:
         return tuple(DevicePlace(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
+
+    def divided(self, types: tuple[str, ...]) -> Discovered:
+        if types == self.types:
+            return self
+        return replace(self, types=types, cluster=cluster_of(self.reports, types, self.links))
 
     @property
     def links_text(self) -> str:

@@ -33,8 +33,8 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def recall_profile(key: str, report: DeviceReport, type_: str) -> Profile | None:
-    """Return the stored profile of a device of similar speed, renamed to type `type_`, or None if there is none."""
+def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> Profile | None:
+    """Return the stored profile of a device of similar speed, or None if there is none."""
     best: tuple[float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
@@ -47,7 +47,8 @@ def recall_profile(key: str, report: DeviceReport, type_: str) -> Profile | None
     if best is None:
         return None
     try:
-        return replace(Profile.load(best[1]), type=type_)
+        profile = Profile.load(best[1])
+        return profile if type_ is None else replace(profile, type=type_)
     except (ValueError, OSError) as error:
         _LOG.info("the cached profile %s is not readable, so the device is measured again: %s", best[1], error)
         return None

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import NormalDist, median
+from statistics import NormalDist, median, stdev
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from hydragraph.runtime.executor import square_sum
 from hydragraph.runtime.link_measurement import SIZES, round_trip
 from hydragraph.runtime.profile_fitting import Lengths, Measured, Measurements
 from hydragraph.runtime.streams import synchronise
+from hydragraph.runtime.type_splits import split_types
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
@@ -140,25 +141,34 @@ def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tup
 
 
 def measure(
-    subject: MeasuredModel,
-    settings: MeasureSettings,
-    groups: Groups,
-    progress: Progress | None = None,
-    places: Sequence[DevicePlace] | None = None,
-    messages: Sequence[tuple[int, float]] | None = None,
+    subject: MeasuredModel, settings: MeasureSettings, groups: Groups, progress: Progress | None = None
 ) -> Profile:
-    """Measure a profile; all ranks call this together and get the same profile.
-
-    Args:
-        places: each rank's place, or None if all ranks are in one place. The result has a profile for each device type.
-        messages: (bytes, seconds) of messages, if already measured.
+    """Measure a profile of one device type; all ranks call this together and get the same profile.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
     """
+    place = DevicePlace("", groups.gather(subject.type or type_name(groups.world.device))[0])
+    return measure_types(subject, settings, groups, progress, [place] * groups.world.ranks)[0]
+
+
+def measure_types(
+    subject: MeasuredModel,
+    settings: MeasureSettings,
+    groups: Groups,
+    progress: Progress | None,
+    places: Sequence[DevicePlace],
+    messages: Sequence[tuple[int, float]] | None = None,
+    split: bool = False,
+) -> tuple[Profile, tuple[str, ...]]:
+    """Measure device types; return their profiles, and each rank's type.
+
+    Args:
+        messages: (bytes, seconds) of messages, if already measured.
+        split: whether times may divide types.
+    """
     program = subject.program
     world = groups.world
-    places = places or [DevicePlace("", groups.gather(subject.type or type_name(world.device))[0])] * world.ranks
     settings.check(program, max(Counter(places).values()))
     devices = _devices(subject, groups, places)
     device = devices[places[world.rank].type]
@@ -182,6 +192,11 @@ def measure(
             left = [timing for timing in left if timing.error >= PRECISE]
         if not left:
             break
+    if split:
+        types = _split(program, timings, places)
+        timings = [timing.divided(types) for timing in timings]
+        places = [replace(place, type=name) for place, name in zip(places, types, strict=True)]
+        devices = _devices(subject, groups, places)
     measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in devices}
     for timing in timings:
         template = AUX if timing.block is program.aux else timing.block.template
@@ -192,7 +207,7 @@ def measure(
     if messages is None:
         messages = _messages(groups, settings.repeats)
     tell(total - 1, total, "update")
-    types = [place.type for place in places]
+    types = tuple(place.type for place in places)
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
@@ -216,7 +231,21 @@ def measure(
                 norm_s=commit[name][1],
             )
         )
-    return Profile.merge(profiles)
+    return Profile.merge(profiles), types
+
+
+def _split(program: Program, timings: Sequence[_Timing], places: Sequence[DevicePlace]) -> tuple[str, ...]:
+    counts = Counter(block.template for block in program.blocks)
+    plain = [timing for timing in timings if timing.bench.kind == StageKind(1)]
+    by_rank = [
+        [timing.seconds(rank, counts[timing.block.template] or 1) for timing in plain] for rank in range(len(places))
+    ]
+    return split_types(
+        [place.node for place in places],
+        [place.type for place in places],
+        [sum(seconds for seconds, _ in each) for each in by_rank],
+        [math.hypot(*(error for _, error in each)) for each in by_rank],
+    )
 
 
 def stage_timer(
@@ -585,7 +614,6 @@ class _Timing:
     """Repeated timing of a block in one kind of stage.
 
     Attributes:
-        rows: by type.
         links: for each micro-batch, the number of blocks in a chain.
         turns: forward and backward seconds by repetition, rank and micro-batch.
     """
@@ -617,6 +645,23 @@ class _Timing:
             )
             for stages in self.stages.values()
         )
+
+    def seconds(self, rank: int, count: int) -> tuple[float, float]:
+        """Return the median of a rank's seconds, and its standard error."""
+        samples = [count * sum(map(sum, turn[rank])) for turn in self.counted]
+        error = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
+        return median(samples), math.sqrt(math.pi / 2) * error
+
+    def divided(self, types: Sequence[str]) -> _Timing:
+        """Return the timing with new types; they prefer stages of one type."""
+        stages, rows = {}, {}
+        for name in dict.fromkeys(types):
+            for type_, every in self.stages.items():
+                own = [stage for stage in every if name in {types[rank] for rank in stage}]
+                if own:
+                    stages[name] = [stage for stage in own if {types[rank] for rank in stage} == {name}] or own
+                    rows[name] = self.rows[type_]
+        return replace(self, stages=stages, rows=rows)
 
     def of(self, type_: str) -> Measured:
         stages = self.stages[type_]

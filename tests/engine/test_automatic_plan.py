@@ -31,7 +31,7 @@ from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.runtime.profile_fitting import TOO_SMALL
-from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure
+from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure_types
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind
@@ -73,7 +73,7 @@ def trained(prepared: Ready, speeds: tuple[float, ...], measuring: object, **opt
     """Compile for ranks of these pretended speeds, and train two steps."""
     rank = int(os.environ["RANK"])
     counted = mock.Mock(side_effect=measuring)
-    with mock.patch(REPORTS, return_value=speeds[rank]), mock.patch.object(automatic_plan, "measure", counted):
+    with mock.patch(REPORTS, return_value=speeds[rank]), mock.patch.object(automatic_plan, "measure_types", counted):
         exe = prepared.executable("auto", sgd, **options)
     batch = sequences(LENGTHS[0])
     try:
@@ -91,7 +91,8 @@ def pretended(
     tell: object,
     places: list[DevicePlace],
     *_: object,
-) -> Profile:
+    **__: object,
+) -> tuple[Profile, tuple[str, ...]]:
     """Return the costs of operations at the speeds that devices pretend to have, as if they had been measured."""
     speeds = {name: 4e10 if name.endswith("-25") else 1.6e11 for name in Counter(place.type for place in places)}
     cluster = Cluster(
@@ -100,7 +101,8 @@ def pretended(
         Interconnect(1e9, 1e-5),
     )
     profile = datasheet(subject.program, cluster, 1.0, [tp for tp, _ in settings.schemes])
-    return Profile.merge([replace(each, others=(), efficiency=None) for each in (profile, *profile.others)])
+    merged = Profile.merge([replace(each, others=(), efficiency=None) for each in (profile, *profile.others)])
+    return merged, tuple(place.type for place in places)
 
 
 def on_ranks(prepared: Ready, cache: Path) -> tuple[Trained, ...]:
@@ -112,7 +114,7 @@ def on_ranks(prepared: Ready, cache: Path) -> tuple[Trained, ...]:
 
 def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
     alike = (1000.0, 950.0)
-    first = trained(prepared, alike, measure, lengths=LENGTHS)
+    first = trained(prepared, alike, measure_types, lengths=LENGTHS)
     trained(prepared, alike, pretended, lengths=LENGTHS)  # in case the machine was too busy to measure
     again = trained(prepared, alike, AssertionError("it was measured before"), lengths=LENGTHS)
     uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
@@ -172,7 +174,7 @@ def joined(prepared: Ready, speeds: tuple[float, ...]) -> tuple[dict[int, float]
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     with (
         mock.patch(REPORTS, return_value=speeds[rank]),
-        mock.patch.object(automatic_plan, "measure", side_effect=pretended),
+        mock.patch.object(automatic_plan, "measure_types", side_effect=pretended),
     ):
         exe = prepared.executable("auto", sgd, lengths=LENGTHS, home="equal copies=2")
         losses: dict[int, float] = {}
@@ -209,8 +211,9 @@ def test_a_device_of_a_new_type_that_joins_is_measured(speed: float, alone: tupl
 def test_times_that_a_busy_machine_made_useless_are_measured_again(why: str, stored: int, tmp_path: Path) -> None:
     program, model = captured("llama")
 
-    def disturbed(*args: Any) -> Profile:
-        return replace(pretended(*args), unfit={StageKind(2): why})
+    def disturbed(*args: Any, **options: Any) -> tuple[Profile, tuple[str, ...]]:
+        profile, types = pretended(*args, **options)
+        return replace(profile, unfit={StageKind(2): why}), types
 
     groups = Groups(join("cpu"), timedelta(minutes=2))
     subject = automatic_plan.Subject.of(program, initial_buffers(model), "eager", Home(), None)
@@ -218,18 +221,41 @@ def test_times_that_a_busy_machine_made_useless_are_measured_again(why: str, sto
     with mock.patch.object(profile_cache, "folder", return_value=tmp_path):
         for _ in range(2):
             measured = mock.Mock(side_effect=disturbed)
-            with mock.patch.multiple(automatic_plan, measure=measured, ATTEMPTS=((1, 3),)):
+            with mock.patch.multiple(automatic_plan, measure_types=measured, ATTEMPTS=((1, 3),)):
                 automatic_plan._costs(subject, found, groups, Planning(lengths=LENGTHS), False)
     groups.close()
     assert measured.call_count == 1 - stored
     assert len(list(tmp_path.glob("*.json"))) == stored
 
 
+def test_types_divided_by_the_times_of_blocks_are_planned_and_cached(tmp_path: Path) -> None:
+    program, model = captured("llama")
+    groups = Groups(join("cpu"), timedelta(minutes=2))
+    subject = automatic_plan.Subject.of(program, initial_buffers(model), "eager", Home(), None)
+    found = discover(groups, lambda: 1000.0)
+    name = found.types[0]
+    found = replace(found, reports=found.reports * 2, types=()).divided((name, name))
+    types = (name, f"{name}-83.4")
+
+    def uneven(*args: Any, **_: Any) -> tuple[Profile, tuple[str, ...]]:
+        places = [replace(place, type=own) for place, own in zip(args[4], types, strict=True)]
+        return pretended(args[0], args[1], args[2], args[3], places)
+
+    planning = Planning(lengths=LENGTHS)
+    with mock.patch.object(profile_cache, "folder", return_value=tmp_path):
+        for source in (uneven, AssertionError("it was measured before")):
+            with mock.patch.object(automatic_plan, "measure_types", side_effect=source):
+                costs, _ = automatic_plan._costs(subject, found, groups, planning, False)
+            assert tuple(costs.cluster.type_of(rank) for rank in range(2)) == types
+            assert {costs.profile.type, *(other.type for other in costs.profile.others)} == {*types}
+    groups.close()
+
+
 def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:
     program, model = captured("llama")
     with (
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}),
-        mock.patch.multiple(automatic_plan, ASSUMED=(4, 64), measure=pretended),
+        mock.patch.multiple(automatic_plan, ASSUMED=(4, 64), measure_types=pretended),
         mock.patch(REPORTS, return_value=1000.0),
     ):
         exe = hg.compile(model, "auto", device="cpu", program=program)
@@ -257,7 +283,7 @@ def test_different_models_are_refused_before_they_are_measured() -> None:
 
 
 def of_other_depth() -> None:
-    with mock.patch(REPORTS, return_value=1000.0), mock.patch.object(automatic_plan, "measure", None):
+    with mock.patch(REPORTS, return_value=1000.0), mock.patch.object(automatic_plan, "measure_types", None):
         hg.compile(llama(layers=1 + int(os.environ["RANK"])), "auto", device="cpu", check="off", lengths=LENGTHS)
 
 
@@ -271,7 +297,7 @@ def test_a_device_too_small_for_any_layer_is_refused_with_a_remedy(tmp_path: Pat
     with (
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}),
         mock.patch.object(automatic_plan, "discover", small),
-        mock.patch.object(automatic_plan, "measure", pretended),
+        mock.patch.object(automatic_plan, "measure_types", pretended),
         pytest.raises(hg.Unsupported, match=r"nothing fits.*add devices"),
     ):
         hg.compile(model, "auto", device="cpu", program=program, lengths=LENGTHS)

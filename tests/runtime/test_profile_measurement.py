@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from datetime import timedelta
@@ -278,3 +279,34 @@ def test_a_small_device_does_not_shorten_what_others_measure(monkeypatch: pytest
     assert short[0] > 0
     assert long == (0.0, 0.0)
     assert reduce.call_count == 3, "as many as on the other ranks"
+
+
+def test_ranks_whose_blocks_take_other_times_become_types_of_their_own() -> None:
+    program, _ = captured("llama")
+    places = [DevicePlace("a", "g"), DevicePlace("a", "g"), DevicePlace("b", "g"), DevicePlace("b", "g")]
+    piece = BlockPiece(Constants(0.0, 0.0, 0.0))
+    rows = {"g": ((8,), (16,))}
+    seconds = [1.0, 1.01, 1.2, 1.21]
+    timings = []
+    for block in program.blocks[:2]:
+        for kind, stages in ((StageKind(1), [(0,), (1,), (2,), (3,)]), (StageKind(2), [(0, 1), (2, 3)])):
+            bench: Any = SimpleNamespace(kind=kind)
+            turns = [[[(s, 2 * s)] * 2 for s in seconds]] * 3
+            timings.append(
+                _Timing(bench, block, rows, rows["g"], [1, 1], [piece] * 4, {"g": stages}, frozenset(), [*turns])
+            )
+    types = profile_measurement._split(program, timings, places)
+    assert types == ("g", "g", "g-83.4", "g-83.4")
+    plain, paired = (timing.divided(types) for timing in timings[:2])
+    assert plain.of("g").seconds == pytest.approx((3.015, 3.015))
+    assert plain.of("g-83.4").seconds == pytest.approx((3.615, 3.615))
+    assert paired.stages == {"g": [(0, 1)], "g-83.4": [(2, 3)]}
+    mixed = timings[1].divided(("g", "g", "g", "h"))
+    assert mixed.stages == {"g": [(0, 1)], "h": [(2, 3)]}
+
+
+def test_a_single_repetition_divides_no_type() -> None:
+    assert timing(1.0, 1.2).seconds(0, 2) == (2.4, math.inf)
+    middle, error = timing(9.0, 1.0, 1.1, 1.2).seconds(0, 1)
+    assert middle == pytest.approx(1.1)
+    assert error == pytest.approx(0.1 * math.sqrt(math.pi / 6))
