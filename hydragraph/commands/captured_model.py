@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.commands.launch_process import quieten
@@ -15,6 +14,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from hydragraph.cost.corrections import Corrections
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.ir.program import Program
@@ -71,7 +71,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 
 
 def costs_of_run(
-    config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Path | None, **graphs: Any
+    config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Corrections | None, **graphs: Any
 ) -> Costs:
     import torch
 
@@ -79,7 +79,6 @@ def costs_of_run(
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.health import Health
     from hydragraph.train.optimizer import state_bytes
-    from hydragraph.train.plan_input import read_corrections
 
     dtype, pushed = (getattr(torch, name) for name in (config.dtype, config.push_dtype))
     element = state_bytes(config.optimizer, dtype, torch.device(config.device or "cuda"))
@@ -92,7 +91,7 @@ def costs_of_run(
         cluster,
         health,
         home=config.home,
-        corrections=read_corrections(corrections),
+        corrections=corrections,
         push_itemsize=pushed.itemsize,
         state_bytes=element,
         **graphs,

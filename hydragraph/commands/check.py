@@ -26,6 +26,7 @@ from hydragraph.commands.options import (
     ProfileFile,
     Strategies,
     check_prices,
+    check_strategies,
     default_devices_text,
     on_planned_devices,
     verb,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.strategy import Strategy
+    from hydragraph.train.plan_input import CostFiles
 
 EXAMPLE = (
     "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. "
@@ -96,11 +98,7 @@ def check_command(options: CheckOptions) -> None:
     that kernel launches take, and the number of tokens below which they take more than half. The exit code is 1 if a
     strategy does not fit, or if training on this machine would fail because of the data.
     """
-    from hydragraph.report.memory_fit import advice, fit
-    from hydragraph.spec.home_text import owners_text
-    from hydragraph.train.config_checks import check_settings
-    from hydragraph.train.model_flops import step_flops
-    from hydragraph.train.plan_input import read_costs
+    from hydragraph.train.plan_input import CostFiles, read_costs
 
     check_prices(options.profile, options.efficiency)
     if options.arch is not None and options.profile is not None:
@@ -108,17 +106,27 @@ def check_command(options: CheckOptions) -> None:
     launches = options.arch is not None and options.efficiency is None
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
     options = on_planned_devices(options, config)
-    if config.plan.cluster is not None and options.cluster == Path(config.plan.cluster):
-        read_costs(config.plan, config.ranks)
-    else:
+    if config.plan.cluster is None or options.cluster != Path(config.plan.cluster):
         config = replace(config, plan=replace(config.plan, cluster=None, health=None))
     known = config.plan.choose and (options.cluster is not None or options.profile is not None)
+    files = CostFiles.read(options.profile, options.corrections, options.lengths)
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
     config = with_strategies(config, options.strategies, ranks)
+    check_strategies(config.strategies, config.model, ranks)
+    config.home.check(ranks)
+
+    from hydragraph.report.memory_fit import advice, fit
+    from hydragraph.spec.home_text import owners_text
+    from hydragraph.train.config_checks import check_settings
+    from hydragraph.train.model_flops import step_flops
+
+    if config.plan.cluster is not None:
+        read_costs(config.plan, config.ranks)
     check_settings(replace(config, device=config.device or "cuda"), ranks)
     trainable = _look_at_data(config)
-    strategies, costs, program = _costs(options, config, cluster)
+    cluster = _with_memory(options, config, cluster)
+    strategies, costs, program = _costs(config, cluster, files, options.efficiency)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)
     priced = options.prices(config)
     comparable = priced and (options.profile is None or options.cluster is not None)
@@ -126,7 +134,7 @@ def check_command(options: CheckOptions) -> None:
     fits = []
     for strategy in strategies:
         with screen.status(escape(f"checking {strategy.name}")):
-            assignment = _step(config, costs, strategy, options.lengths, known)
+            assignment = _step(config, costs, strategy, files.lengths, known)
             fitting = fit(costs, strategy, assignment)
             flops = step_flops(program, [n for n in assignment.lengths if n])
             mfu = flops / (peak * fitting.seconds) if comparable else None
@@ -170,11 +178,13 @@ def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
         return Cluster.load(options.cluster)
     ranks = options.devices or config.ranks
     if options.arch is None:
-        cluster = default_cluster(ranks)
-    else:
-        gpu = arch_of(options.arch)
-        device = Device(gpu.flops_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
-        cluster = default_cluster(ranks, device, gpu.link_bytes_per_s)
+        return default_cluster(ranks)
+    gpu = arch_of(options.arch)
+    device = Device(gpu.flops_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
+    return default_cluster(ranks, device, gpu.link_bytes_per_s)
+
+
+def _with_memory(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> Cluster:
     if options.memory is not None:
         memory_bytes = int(options.memory)
     elif options.prices(config):
@@ -182,7 +192,7 @@ def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
     else:
         from hydragraph.runtime.profile_measurement import USABLE, host_memory
 
-        memory_bytes = int(USABLE * host_memory() / ranks)
+        memory_bytes = int(USABLE * host_memory() / len(cluster.devices))
     return replace(cluster, devices=tuple(replace(device, memory_bytes=memory_bytes) for device in cluster.devices))
 
 
@@ -219,41 +229,40 @@ def _look_at_data(config: TrainConfig) -> bool:
     return True
 
 
-def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tuple[tuple[Strategy, ...], Costs, Program]:
+def _costs(
+    config: TrainConfig, cluster: Cluster, files: CostFiles, efficiency: float | None
+) -> tuple[tuple[Strategy, ...], Costs, Program]:
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.plan_input import read_profile
 
     with Console(stderr=True).status("capturing the model"):
         model, program, variants = captured(config)
         strategies = read_strategies(config.strategies, model, len(cluster.devices))
-    if options.profile is not None:
-        profile = read_profile(options.profile)
-    else:
+    profile = files.profile
+    if profile is None:
         named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
         most = max(Counter(device.node for device in cluster.devices).values())
         doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # for advice
         degrees = sorted(named | set(filter(program.allows, doubled)))
-        profile = datasheet(program, cluster, options.efficiency, degrees)
+        profile = datasheet(program, cluster, efficiency, degrees)
     blocks = CompiledBlocks(program, variants.get)
-    costs = costs_of_run(config, profile, cluster, options.corrections, blocks=blocks)
+    costs = costs_of_run(config, profile, cluster, files.corrections, blocks=blocks)
     return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length), program
 
 
-def _step(config: TrainConfig, costs: Costs, strategy: Strategy, lengths: Path | None, known: bool) -> Assignment:
+def _step(config: TrainConfig, costs: Costs, strategy: Strategy, drawn: list[int] | None, known: bool) -> Assignment:
     from hydragraph.commands.captured_model import run_assignment
     from hydragraph.spec.training_workload import full_lengths
 
     longest = config.data.max_length
     tokens = config.data.tokens_per_step
-    if lengths is None:
+    if drawn is None:
         return run_assignment(config, costs, strategy, full_lengths(tokens, longest), known)
     from hydragraph.report.candidate_comparison import mini_batches
-    from hydragraph.train.plan_input import read_lengths
 
-    data = [min(n, longest) for n in read_lengths(lengths)]
+    data = [min(n, longest) for n in drawn]
     return run_assignment(config, costs, strategy, mini_batches(data, tokens, 1, 0)[0], known)
 
 

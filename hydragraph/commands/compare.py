@@ -19,6 +19,8 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
     from hydragraph.report.measured_beside_predicted import ComparedSeconds, RunComparison
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.train.plan_input import CostFiles
 
 EXAMPLE = (
     "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
@@ -45,8 +47,6 @@ def compare_command(options: CompareOptions) -> None:
     compilation. --profile and --cluster default to the config's plan.profile and plan.cluster. Without a cluster, the
     devices are those of the profile; without both, they are H200s.
     """
-    from hydragraph.cost.trace_file import read_trace
-    from hydragraph.report.measured_beside_predicted import compare
     from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(options.run)
@@ -54,9 +54,14 @@ def compare_command(options: CompareOptions) -> None:
         raise ValueError(f"{folder.path} is not a run: pass the output folder of hydragraph train --trace")
     if not folder.trace.exists():
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
-    trace = read_trace(folder.trace)
     config = TrainConfig.load(folder.config)
-    costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
+    inputs = run_inputs(config, options.profile, options.cluster, options.corrections)
+
+    from hydragraph.cost.trace_file import read_trace
+    from hydragraph.report.measured_beside_predicted import compare
+
+    trace = read_trace(folder.trace)
+    costs = run_costs(config, len(trace.ranks), *inputs)
     comparison = compare(costs, trace)
     comparison.corrections.save(folder.corrections)
     if options.as_json:
@@ -65,27 +70,31 @@ def compare_command(options: CompareOptions) -> None:
         _print(comparison, folder.corrections)
 
 
-def run_costs(
-    config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
-) -> Costs:
+def run_inputs(
+    config: TrainConfig, profile: str | None, cluster: Path | None, corrections: Path | None
+) -> tuple[CostFiles, Cluster | None]:
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.train.plan_input import CostFiles
+
+    listed = cluster or config.plan.cluster
+    files = CostFiles.read(profile or config.plan.profile, corrections)
+    return files, None if listed is None else Cluster.load(listed)
+
+
+def run_costs(config: TrainConfig, ranks: int, files: CostFiles, cluster: Cluster | None) -> Costs:
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.engine.recovery import home_for
-    from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
-    from hydragraph.train.plan_input import read_profile
 
     config = replace(config, home=home_for(config.home, range(ranks)))
-    named = profile or config.plan.profile
-    listed = cluster or config.plan.cluster
-    where = None if listed is None else Cluster.load(listed)
-    if named is not None:
-        measured = read_profile(named)
-        where = where or measured.cluster(ranks)
+    measured = files.profile
+    if measured is not None:
+        cluster = cluster or measured.cluster(ranks)
     else:
-        where = where or default_cluster(ranks)
-        measured = datasheet(captured(config)[1], where)
-    return costs_of_run(config, measured, where, corrections)
+        cluster = cluster or default_cluster(ranks)
+        measured = datasheet(captured(config)[1], cluster)
+    return costs_of_run(config, measured, cluster, files.corrections)
 
 
 def _print(found: RunComparison, corrections: Path) -> None:

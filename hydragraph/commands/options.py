@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import wraps
@@ -14,7 +16,8 @@ import typer
 
 from hydragraph.log import LEVELS
 from hydragraph.spec.home import Home
-from hydragraph.train.config import TrainConfig
+from hydragraph.spec.strategy import strategies_of
+from hydragraph.train.config import ModelConfig, TrainConfig
 from hydragraph.train.config_overrides import given_plan
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
@@ -181,6 +184,8 @@ def default_devices_text(ranks: int, config: TrainConfig) -> str:
 def check_prices(profile: object, efficiency: float | None) -> None:
     if profile and efficiency is not None:
         raise ValueError("--profile uses measured seconds and --efficiency uses a datasheet: give only one of them")
+    if efficiency is not None and not 0 < efficiency <= 1:
+        raise ValueError(f"--efficiency {efficiency:g}: give a fraction above 0 and at most 1")
 
 
 def on_planned_devices(options: Options, config: TrainConfig) -> Options:
@@ -229,3 +234,19 @@ def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int
     strategies = chosen_strategies(named, config.strategies, ranks)
     elastic = replace(config.elastic, replan=None, dry_run=False)
     return replace(config, strategies=strategies, plan=given_plan(config), elastic=elastic)
+
+
+def check_strategies(texts: Sequence[str], model: ModelConfig, ranks: int) -> None:
+    """Check strategies without PyTorch, if the model's config states the number of layers."""
+    layers, heads = (stated_size(model, name) for name in ("num_hidden_layers", "num_attention_heads"))
+    if layers is not None:
+        strategies_of(texts, layers, ranks, () if heads is None else (heads,))
+
+
+def stated_size(model: ModelConfig, name: str) -> int | None:
+    sizes = dict(model.config or {})
+    if model.directory is not None and model.architecture is None:
+        with suppress(OSError, ValueError, TypeError):  # reported when the model is built
+            sizes = json.loads(Path(model.directory, "config.json").read_text(encoding="utf-8")) | sizes
+    size = sizes.get(name)
+    return size if isinstance(size, int) and size > 0 else None

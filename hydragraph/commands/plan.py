@@ -40,24 +40,25 @@ def plan_command(options: PlanOptions) -> None:
 
 def plan_equal(options: PlanOptions) -> None:
     from hydragraph.cost.corrections import corrected
-    from hydragraph.report.candidate_comparison import explain  # imports numba and scipy
-    from hydragraph.report.candidate_comparison_text import to_record, to_text
-    from hydragraph.report.plan_picture import write_plan_picture
-    from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
+    from hydragraph.train.plan_input import CostFiles, read_candidates
 
     reason = "PlanOptions.check requires this option"
     assert options.profile, reason
-    assert options.lengths, reason
     assert options.devices, reason
     assert options.context, reason
     strategies = read_candidates(options.strategies or ())
-    constants = read_profile(options.profile[0])
-    corrections = read_corrections(options.corrections)
-    if corrections is not None:
-        constants = corrected(constants, corrections)
+    files = CostFiles.read(options.profile[0], options.corrections, options.lengths)
+    assert files.profile, reason
+    assert files.lengths, reason
+    constants = files.profile if files.corrections is None else corrected(files.profile, files.corrections)
+
+    from hydragraph.report.candidate_comparison import explain  # imports numba and scipy
+    from hydragraph.report.candidate_comparison_text import to_record, to_text
+    from hydragraph.report.plan_picture import write_plan_picture
+
     report = explain(
         constants,
-        read_lengths(options.lengths),
+        files.lengths,
         options.devices,
         options.context,
         options.tokens or TOKENS,

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.cluster.module_process import start_module
@@ -27,14 +27,16 @@ from hydragraph.commands.options import chosen_home
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.compiled_blocks import VariantOf
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
-    from hydragraph.spec.home import Home
     from hydragraph.spec.stage_kind import StageKind
+    from hydragraph.train.plan_input import CostFiles
 
 Say = Callable[[str], None]
 
@@ -55,30 +57,55 @@ def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
             helper.kill()
 
 
-def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
+@dataclass(frozen=True)
+class PlanInputs:
+    cluster: Cluster
+    config: TrainConfig | None
+    health: Health | None
+    home: Home
+    files: CostFiles
+
+    @classmethod
+    def read(cls, asked: PlanOptions) -> PlanInputs:
+        """Read all files except lengths and strategies, without PyTorch.
+
+        Raises:
+            ValueError: a file is invalid, or profiles, cluster and health do not match.
+        """
+        from hydragraph.train.plan_input import CostFiles, read_corrections
+
+        assert asked.cluster is not None, "plan_command requires it"
+        cluster = Cluster.load(asked.cluster)
+        config = None if asked.model is None else TrainConfig.load(asked.model)
+        rates = None if asked.health is None else Health.load(asked.health)
+        last = len(cluster.devices) - 1
+        for rank in rates or ():
+            if rank > last:
+                raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
+        home = chosen_home(asked.home, _home(config, asked.running is not None))
+        home.check(last + 1)
+        measured = _merged(asked.profile, cluster) if asked.profile else None
+        return cls(cluster, config, rates, home, CostFiles(measured, read_corrections(asked.corrections)))
+
+
+def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Costs, str]:
     """Return the costs and a sentence that names their source; with a config, memory is exact.
 
     Raises:
-        ValueError: profiles, cluster, health and model do not match.
+        ValueError: profiles and model do not match.
     """
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
-    from hydragraph.spec.health import Health
-    from hydragraph.train.plan_input import read_corrections
 
-    rates = None if asked.health is None else Health.load(asked.health)
-    last = len(cluster.devices) - 1
-    for rank in rates or ():
-        if rank > last:
-            raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
-    owners = chosen_home(asked.home, _home(config, asked.running is not None))
-    measured = _merged(asked.profile, cluster) if asked.profile else None
+    cluster = inputs.cluster
+    config = inputs.config
+    measured = inputs.files.profile
+    corrections = inputs.files.corrections
     if config is None:
         assert measured is not None, "PlanOptions.check requires a profile or a model"
-        corrections = read_corrections(asked.corrections)
-        costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
+        costs = Costs(measured, cluster, inputs.health, home=inputs.home, corrections=corrections)
         return costs, f"{costs.source}; memory predicted from the profile"
     say("capturing the model")
     _, program, variants = captured(config)
@@ -92,7 +119,8 @@ def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | No
             f"{len(program.blocks)}: measure this model with hydragraph profile"
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
-    costs = costs_of_run(config, measured, cluster, asked.corrections, blocks=blocks).changed(health=rates, home=owners)
+    costs = costs_of_run(config, measured, cluster, corrections, blocks=blocks)
+    costs = costs.changed(health=inputs.health, home=inputs.home)
     return costs, f"{costs.source}; memory computed from compiled graphs"
 
 
@@ -128,8 +156,6 @@ def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:
-    from hydragraph.spec.home import Home
-
     if config is None:
         return Home()
     return config.home if running else Home(copies=config.home.copies)
@@ -176,8 +202,7 @@ def _end_with_command() -> None:
 def _compile_backwards() -> None:
     asked = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_command, daemon=True).start()
-    config = TrainConfig.load(asked.model)
-    costs, _ = costs_of_plan(asked, Cluster.load(asked.cluster), config, lambda _: None)
+    costs, _ = costs_of_plan(asked, PlanInputs.read(asked), lambda _: None)
     compile_graphs(costs, None, backwards=True)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, costs_of_plan
+from hydragraph.commands.options import stated_size
+from hydragraph.commands.plan_costs import PlanInputs, compile_graphs, compiled_from_both_ends, costs_of_plan
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.schedule_names import planned_schedules
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
     from hydragraph.planner.plan import Plan
     from hydragraph.planner.rental_budget import RentalOffer
-    from hydragraph.spec.cluster import Cluster
+    from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.spec.strategy import Strategy
     from hydragraph.spec.training_workload import Workload
 
@@ -37,14 +38,20 @@ OFFERED = 4  # maximum number of rental offers to print
 @uncollected()
 def plan_devices(asked: PlanOptions) -> None:
     """Plan, print the plan, and write files; the deadline is measured from this call."""
-    from hydragraph.spec.cluster import Cluster
+    from hydragraph.planner.rental_price import RentalPrices
+    from hydragraph.planner.request import check_question
 
     began = time.monotonic()
-    assert asked.cluster is not None, "plan_command calls this only with --cluster"
-    # Report mistakes before the slow import of the planner.
-    cluster = Cluster.load(asked.cluster)
-    config = None if asked.model is None else TrainConfig.load(asked.model)
-    workload = asked.workload(config)
+    # Report mistakes before the slow imports.
+    check_question(asked.method or "auto", asked.deadline, asked.solver)
+    inputs = PlanInputs.read(asked)
+    prices = RentalPrices.parse(asked.prices, inputs.cluster) if asked.prices else None
+    if asked.budget is not None and prices is not None:
+        prices.check_budget(asked.budget, () if inputs.health is None else inputs.health.lost)
+    layers = None if inputs.config is None else stated_size(inputs.config.model, "num_hidden_layers")
+    if asked.running is not None and layers is not None:
+        _running(asked.running, layers, len(inputs.cluster.devices))
+    workload = asked.workload(inputs.config)
 
     from hydragraph.planner.first_compilation import first_compilation
 
@@ -52,22 +59,20 @@ def plan_devices(asked: PlanOptions) -> None:
     with first_compilation(bool(workload.lengths), limit) as compiling:
         if compiling:
             Console(stderr=True).print("compiling the planner's search once, which takes up to a minute on one core")
-        _plan(asked, cluster, config, workload, began)
+        _plan(asked, inputs, prices, workload, began)
 
 
-def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, workload: Workload, began: float) -> None:
+def _plan(
+    asked: PlanOptions, inputs: PlanInputs, prices: RentalPrices | None, workload: Workload, began: float
+) -> None:
     from hydragraph.planner.brief_explanation import with_causes
-    from hydragraph.planner.plan import check_question, plan
+    from hydragraph.planner.plan import plan
     from hydragraph.planner.rental_budget import offers
-    from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.report.device_picture import write_device_picture
 
     method: Any = asked.method or "auto"
     solver: Any = asked.solver
-    check_question(method, asked.deadline, solver)
-    prices = RentalPrices.parse(asked.prices, cluster) if asked.prices else None
-    if asked.budget is not None and prices is not None:
-        prices.check_budget(asked.budget)
+    config = inputs.config
 
     def left(part: float = 1.0) -> float | None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))
@@ -83,8 +88,8 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
             said.add(what)
 
         with compiled_from_both_ends(asked):
-            costs, source = costs_of_plan(asked, cluster, config, say)
-            running = None if asked.running is None else _running(asked.running, costs)
+            costs, source = costs_of_plan(asked, inputs, say)
+            running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
             if config is not None:
                 costs = compile_graphs(costs, left(COMPILING))
         say("searching")
@@ -132,17 +137,17 @@ def _backend(config: TrainConfig | None) -> str:
     return "eager" if config is not None and config.device == "cpu" else "inductor"
 
 
-def _running(text: str, costs: Costs) -> Strategy:
+def _running(text: str, layers: int, ranks: int) -> Strategy:
     from hydragraph.spec.strategy import Strategy
 
     try:
-        strategy = Strategy.read(text, costs.outline.layers)
-        if (last := max(strategy.devices)) >= costs.ranks:
+        strategy = Strategy.read(text, layers)
+        if (last := max(strategy.devices)) >= ranks:
             raise ValueError(
-                f"the strategy uses rank {last}, but the cluster file has {costs.ranks} devices: list all devices of "
+                f"the strategy uses rank {last}, but the cluster file has {ranks} devices: list all devices of "
                 "the strategy in the cluster file, and set lost devices to .inf in --health"
             )
-        strategy.check(costs.outline.layers, costs.ranks)
+        strategy.check(layers, ranks)
     except ValueError as error:
         raise ValueError(f"--running: {error}") from None
     return strategy

@@ -198,7 +198,6 @@ class PlanOptions(EqualOptions, UnevenOptions):
         Raises:
             ValueError: the options are incomplete or contradictory.
         """
-        from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.spec.training_workload import Workload
         from hydragraph.train.plan_input import read_lengths
 
@@ -209,6 +208,9 @@ class PlanOptions(EqualOptions, UnevenOptions):
                 raise ValueError("--lengths draws mini-batches: omit --sequences and --length")
             limit = self.context or longest
             data = [min(n, limit or n) for n in read_lengths(self.lengths)]
+
+            from hydragraph.report.candidate_comparison import mini_batches  # imports numba
+
             return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
         if self.context:
             raise ValueError("--context truncates the sequences of --lengths: for equal sequences give --length")

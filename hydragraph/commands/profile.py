@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hydragraph.commands.captured_model import meta_model, program_of
-from hydragraph.commands.launch_process import leads, on_ranks
-from hydragraph.commands.options import ConfigOptions, check_written, verb
+from hydragraph.commands.launch_process import launched, leads, on_ranks
+from hydragraph.commands.options import ConfigOptions, check_strategies, check_written, verb
 from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
@@ -70,6 +70,8 @@ def profile_command(options: ProfileOptions) -> None:
     config = options.load()
     check_written("--output", options.out)
     schemes = None if options.schemes is None else _read_schemes(options.schemes)
+    if not (launched() or config.automatic):
+        check_strategies(config.strategies, config.model, config.ranks)
     profile, ranks = on_ranks(config.ranks, profile_rank, config, schemes, options)
     if leads():
         profile.save(options.out)

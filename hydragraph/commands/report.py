@@ -63,8 +63,6 @@ def report_command(options: ReportOptions) -> None:
     losses, speed and lost, slow or new ranks; if the run was traced, it also compares predicted and measured times. The
     file is self-contained.
     """
-    from hydragraph.report.page import write_report
-
     source = options.source
     if not source.exists():
         raise ValueError(f"{source} does not exist: name a run's YAML file, a run's folder, or a plan's JSON file")
@@ -78,23 +76,28 @@ def report_command(options: ReportOptions) -> None:
         report = _of_plan(source)
     else:
         report = _of_config(options)
+    from hydragraph.report.page import write_report
+
     write_report(report, path)
     print(f"wrote {path} ({path.stat().st_size / 1e6:.2g} MB): open it in a browser")
 
 
 def _of_config(options: ReportOptions) -> ReportContents:
     from hydragraph.commands.simulate import StepOptions, assigned, strategies_and_costs
-    from hydragraph.report.simulation_price import PricedStrategy
-    from hydragraph.report.simulation_report import simulation_report
 
     step_options = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
     step = StepOptions(config=options.source, **step_options)
     config = step.load()
     step = on_planned_devices(step, config)
-    strategies, costs = strategies_and_costs(step, config)
+    inputs = step.read(config)
+
+    from hydragraph.report.simulation_price import PricedStrategy
+    from hydragraph.report.simulation_report import simulation_report
+
+    strategies, costs = strategies_and_costs(inputs, step.efficiency, config)
     simulated = []
     for strategy in strategies:
-        assignment = assigned(step, config, costs, strategy)
+        assignment = assigned(step, config, inputs.files.lengths, costs, strategy)
         simulated.append(PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment)))
     return simulation_report(options.source.name, costs, simulated)
 
@@ -109,7 +112,7 @@ def _of_plan(source: Path) -> ReportContents:
 
 
 def _of_run(options: ReportOptions) -> ReportContents:
-    from hydragraph.commands.compare import run_costs
+    from hydragraph.commands.compare import run_costs, run_inputs
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.run_report import run_report
     from hydragraph.train.run_folder import RunFolder
@@ -128,7 +131,8 @@ def _of_run(options: ReportOptions) -> ReportContents:
     trace = read_trace(folder.trace)
     config = TrainConfig.load(folder.config)
     try:
-        costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
+        inputs = run_inputs(config, options.profile, options.cluster, options.corrections)
+        costs = run_costs(config, len(trace.ranks), *inputs)
         return run_report(name, metrics, (costs, trace), events)
     except ValueError as error:
         if any(getattr(options, option) is not None for option in _PRICED):

@@ -16,6 +16,7 @@ from hydragraph.commands.options import (
     MicroBatches,
     Set,
     check_counts,
+    check_strategies,
     read_counts,
     verb,
     with_strategies,
@@ -127,7 +128,9 @@ def show_command(options: ShowOptions) -> None:
         config = TrainConfig.load(source, options.overrides or ())
         if options.looks:
             _show_compiled(config, options)
-        elif options.passes:
+            return
+        check_strategies(options.strategies or (), config.model, config.ranks)
+        if options.passes:
             _show_passes(config, options)
         else:
             _show_programs(config, options)

@@ -25,6 +25,7 @@ from hydragraph.commands.options import (
     Strategies,
     check_counts,
     check_prices,
+    check_strategies,
     chosen_home,
     chosen_strategies,
     default_devices_text,
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from hydragraph.report.simulation_price import PricedStrategy
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home import Home
     from hydragraph.spec.strategy import Strategy
+    from hydragraph.train.plan_input import CostFiles
 
 EXAMPLE = (
     "Example: hydragraph simulate examples/demo.yaml --devices 4 --picture simulated.png --trace simulated.json, where "
@@ -101,11 +104,27 @@ class StepOptions(ConfigOptions):
             raise ValueError("--cluster lists the devices, and --devices asks for H200s: give only one of them")
         check_prices(self.profile, self.efficiency)
 
-    def cluster_for(self, config: TrainConfig) -> Cluster:
+    def read(self, config: TrainConfig) -> StepInputs:
+        """Read and check all files and texts, before the slow import of PyTorch."""
         from hydragraph.spec.cluster import Cluster
         from hydragraph.spec.default_cluster import default_cluster
+        from hydragraph.train.plan_input import CostFiles
 
-        return default_cluster(self.devices or config.ranks) if self.cluster is None else Cluster.load(self.cluster)
+        cluster = Cluster.load(self.cluster) if self.cluster else default_cluster(self.devices or config.ranks)
+        ranks = len(cluster.devices)
+        texts = chosen_strategies(self.strategies, config.strategies, ranks)
+        check_strategies(texts, config.model, ranks)
+        home = chosen_home(self.home, config.home)
+        home.check(ranks)
+        return StepInputs(cluster, texts, home, CostFiles.read(self.profile, self.corrections, self.lengths))
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    cluster: Cluster
+    strategies: tuple[str, ...]
+    home: Home
+    files: CostFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +140,6 @@ class SimulateOptions(StepOptions):
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None
     picture: Annotated[Path | None, typer.Option(help="Draw every rank's timeline to this PNG file.")] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.changes:
-            from hydragraph.cost.what_if import check_change
-
-            for change in self.changes:
-                check_change(change)
-
 
 @verb
 def simulate_command(options: SimulateOptions) -> None:
@@ -139,18 +150,21 @@ def simulate_command(options: SimulateOptions) -> None:
     which a rank computes, including tensor-parallel traffic. "exposed" is the time that computation waits for weights
     (pull), gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
     """
-    from hydragraph.cost.what_if import what_if
+    from hydragraph.cost.what_if import slowed, what_if
     from hydragraph.spec.health import Health
     from hydragraph.spec.home_text import owners_text
 
     config = options.load()
     options = on_planned_devices(options, config)
     rates = None if options.health is None else Health.load(options.health)
-    strategies, costs = strategies_and_costs(options, config)
+    inputs = options.read(config)
+    for change in options.changes or ():
+        slowed(inputs.cluster, change)
+    strategies, costs = strategies_and_costs(inputs, options.efficiency, config)
     if rates is not None:
         costs = costs.changed(health=rates)
     changes = {change: what_if(costs, change) for change in options.changes or ()}
-    priced = _priced(options, config, strategies, costs)
+    priced = _priced(options, config, inputs.files.lengths, strategies, costs)
     best = priced[0][0]
     print(costs.source)
     if options.cluster is None and options.profile is None:
@@ -173,30 +187,34 @@ def simulate_command(options: SimulateOptions) -> None:
         write_timelines([shown for shown, _ in priced], options.picture)
 
 
-def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
+def strategies_and_costs(
+    inputs: StepInputs, efficiency: float | None, config: TrainConfig
+) -> tuple[tuple[Strategy, ...], Costs]:
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.plan_input import read_profile
 
-    cluster = options.cluster_for(config)
+    cluster = inputs.cluster
+    files = inputs.files
     with Console(stderr=True).status("capturing the model"):
         model, program, variants = captured(config)
-    texts = chosen_strategies(options.strategies, config.strategies, len(cluster.devices))
-    strategies = read_strategies(texts, model, len(cluster.devices))
-    if options.profile is not None:
-        profile = read_profile(options.profile)
-    else:
+    strategies = read_strategies(inputs.strategies, model, len(cluster.devices))
+    profile = files.profile
+    if profile is None:
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
-        profile = datasheet(program, cluster, options.efficiency, degrees)
+        profile = datasheet(program, cluster, efficiency, degrees)
     blocks = CompiledBlocks(program, variants.get)
-    costs = costs_of_run(config, profile, cluster, options.corrections, blocks=blocks)
-    return strategies, costs.changed(home=chosen_home(options.home, config.home))
+    costs = costs_of_run(config, profile, cluster, files.corrections, blocks=blocks)
+    return strategies, costs.changed(home=inputs.home)
 
 
 def _priced(
-    options: StepOptions, config: TrainConfig, strategies: Sequence[Strategy], costs: Costs
+    options: StepOptions,
+    config: TrainConfig,
+    drawn: list[int] | None,
+    strategies: Sequence[Strategy],
+    costs: Costs,
 ) -> list[tuple[PricedStrategy, Assignment]]:
     from hydragraph.report.simulation_price import price
 
@@ -206,12 +224,14 @@ def _priced(
         priced = []
         for strategy in strategies:
             bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
-            assignment = assigned(options, config, costs, strategy)
+            assignment = assigned(options, config, drawn, costs, strategy)
             priced.append((price(costs, strategy, assignment), assignment))
     return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
 
 
-def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Strategy) -> Assignment:
+def assigned(
+    step: StepOptions, config: TrainConfig, drawn: list[int] | None, costs: Costs, strategy: Strategy
+) -> Assignment:
     """Return equal micro-batches if their number or size is given, else the micro-batches of a run."""
     from hydragraph.commands.captured_model import run_assignment
     from hydragraph.report.simulation_price import share
@@ -219,11 +239,10 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
     from hydragraph.spec.training_workload import full_lengths
 
     known = config.plan.choose and (step.cluster is not None or step.profile is not None)
-    if step.lengths is not None:
+    if drawn is not None:
         from hydragraph.report.candidate_comparison import mini_batches
-        from hydragraph.train.plan_input import read_lengths
 
-        data = [min(n, config.data.max_length) for n in read_lengths(step.lengths)]
+        data = [min(n, config.data.max_length) for n in drawn]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
         return run_assignment(config, costs, strategy, batch, known)
     length = step.tokens or config.data.max_length

@@ -26,7 +26,7 @@ from hydragraph.commands.launch_process import (
     restarts_by_torchrun,
     torchrun_rendezvous,
 )
-from hydragraph.commands.options import CommonOptions, Set, verb
+from hydragraph.commands.options import CommonOptions, Set, check_strategies, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
@@ -131,6 +131,8 @@ def train_command(options: TrainOptions) -> None:
     if options.store is not None and launched():
         os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     config = surviving(options.load(), options.store)
+    if not (launched() or config.automatic):
+        check_strategies(config.strategies, config.model, config.ranks)
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
     nodes = _nodes(config, options.store)
     if nodes is not None and nodes.number and nodes.election is None:

@@ -11,8 +11,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hydragraph.commands.launch_process import on_ranks, quieten
-from hydragraph.commands.options import ConfigOptions, HomeText, Strategies, chosen_home, verb, with_strategies
+from hydragraph.commands.launch_process import launched, on_ranks, quieten
+from hydragraph.commands.options import (
+    ConfigOptions,
+    HomeText,
+    Strategies,
+    check_strategies,
+    chosen_home,
+    verb,
+    with_strategies,
+)
 from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
@@ -35,6 +43,9 @@ def verify_command(options: VerifyOptions) -> None:
     config = options.load()
     config = with_strategies(config, options.strategies, config.ranks)
     config = replace(config, home=chosen_home(options.home, config.home), device="cpu", dtype="float32")
+    if not launched():
+        check_strategies(config.strategies, config.model, config.ranks)
+        config.home.check(config.ranks)
     rows = on_ranks(config.ranks, verify_rank, config)
     if rows:
         _print_rows(rows)

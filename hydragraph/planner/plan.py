@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal, get_args
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.traffic_bytes import WEIGHT_BYTES
@@ -38,6 +37,8 @@ from hydragraph.planner.price_candidate import (
 )
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.refinements import as_run, refined
+from hydragraph.planner.request import Method as Method
+from hydragraph.planner.request import Solver, check_question
 from hydragraph.planner.state_shares import home_by_block
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
@@ -48,8 +49,6 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-Method = Literal["auto", "metis", "mixed", "search", "straggler"]
-Solver = Literal["scip"]
 WAYS: dict[str, tuple[Way, ...]] = {
     "mixed": (MIXED,),
     "straggler": (STRAGGLER,),
@@ -196,20 +195,6 @@ def plan(
     with uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
         return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming)
-
-
-def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` before the slow computation of costs."""
-    if method not in get_args(Method):
-        raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
-    if solver not in (None, *get_args(Solver)):
-        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
-    if solver is not None and method != "mixed":
-        raise ValueError(
-            f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
-        )
-    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
-        raise ValueError(f"deadline_s is {deadline_s!r}: give at least 0 seconds, or None to complete the search")
 
 
 def _plan(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hydragraph.planner.plan import Plan
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
+
+if TYPE_CHECKING:
+    from hydragraph.planner.plan import Plan
 
 
 @dataclass(frozen=True)

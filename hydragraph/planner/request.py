@@ -1,16 +1,34 @@
-"""Requests between planning processes; imports neither torch, numba nor scipy."""
+"""Questions to the planner, and requests between planning processes; imports neither torch, numba nor scipy."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.spec.assignment import Assignment
 
 if TYPE_CHECKING:
     from hydragraph.planner.assignment.best_candidate import Choice
+
+
+Method = Literal["auto", "metis", "mixed", "search", "straggler"]
+Solver = Literal["scip"]
+
+
+def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
+    """Check the arguments of `plan` before the slow computation of costs."""
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
+    if solver not in (None, *get_args(Solver)):
+        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
+    if solver is not None and method != "mixed":
+        raise ValueError(
+            f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
+        )
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
+        raise ValueError(f"deadline_s is {deadline_s!r}: give at least 0 seconds, or None to complete the search")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -251,6 +251,21 @@ class Strategy:
     @classmethod
     def from_dict(cls, data: object) -> Strategy:
         return from_record(cls, data)
+
+
+def strategies_of(texts: Sequence[str], layers: int, ranks: int, heads: tuple[int, ...] = ()) -> tuple[Strategy, ...]:
+    """Read and check a config's strategies."""
+    strategies: list[Strategy] = []
+    for i, text in enumerate(texts):
+        try:
+            strategy = Strategy.read(text, layers)
+            strategy.check(layers, ranks, heads)
+        except FileNotFoundError:
+            raise ValueError(f"strategies[{i}]: the file {text} does not exist: correct the path") from None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"strategies[{i}]: {error}") from None
+        strategies.append(strategy)
+    return tuple(strategies)
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hydragraph.frontend.huggingface import positions as positions_of
 from hydragraph.passes.compile_with_inductor import choose_backend
 from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.supported_optimizers import call_factory, check_elementwise
-from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy import Strategy, strategies_of
 from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import adapted, directory_of, dropout_rates, skeleton
@@ -111,19 +111,8 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
     config: Any = model.config
-    layers = config.num_hidden_layers
     heads = _size(config, "num_attention_heads")
-    strategies: list[Strategy] = []
-    for i, text in enumerate(texts):
-        try:
-            strategy = Strategy.read(text, layers)
-            strategy.check(layers, ranks, () if heads is None else (heads,))
-        except FileNotFoundError:
-            raise ValueError(f"strategies[{i}]: the file {text} does not exist: correct the path") from None
-        except (ValueError, OSError) as error:
-            raise ValueError(f"strategies[{i}]: {error}") from None
-        strategies.append(strategy)
-    return tuple(strategies)
+    return strategies_of(texts, config.num_hidden_layers, ranks, () if heads is None else (heads,))
 
 
 def check_budget(config: TrainConfig, tokens: int) -> None:

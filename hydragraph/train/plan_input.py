@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,23 @@ from hydragraph.train.config import PlanConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
+
+
+@dataclass(frozen=True)
+class CostFiles:
+    """Contents of the files that predictions use."""
+
+    profile: Profile | None = None
+    corrections: Corrections | None = None
+    lengths: list[int] | None = None
+
+    @classmethod
+    def read(cls, profile: str | None, corrections: Path | None, lengths: Path | None = None) -> CostFiles:
+        return cls(
+            None if profile is None else read_profile(profile),
+            read_corrections(corrections),
+            None if lengths is None else read_lengths(lengths),
+        )
 
 
 def read_profile(text: str) -> Profile:
@@ -47,10 +65,11 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None
         )
     if profile is None:
         return cluster
-    from hydragraph.cost.costs import Costs  # needs PyTorch
+    health = None if plan.health is None else Health.load(plan.health)
+    from hydragraph.cost.costs import Costs  # imports numba
 
     try:
-        return Costs(profile, cluster, None if plan.health is None else Health.load(plan.health))
+        return Costs(profile, cluster, health)
     except ValueError as error:
         raise ValueError(f"plan.cluster {plan.cluster}: {error}") from None
 
