@@ -3,11 +3,13 @@
 import atexit
 import os
 import sys
+import time
 from contextlib import suppress
 
 
 def main() -> None:
     """Run the command line. Ctrl-C prints no traceback, even during imports."""
+    began = time.monotonic()
     codes: list[object] = []
     atexit.register(_end_at_once, codes)
     try:
@@ -16,7 +18,7 @@ def main() -> None:
         except KeyboardInterrupt:
             print("hydragraph: stopped", file=sys.stderr)
             sys.exit(130)
-        run()
+        run(began)
     except SystemExit as ending:
         codes.append(ending.code)
         raise

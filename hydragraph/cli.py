@@ -30,6 +30,7 @@ from hydragraph.commands import (
     export,
     init,
     plan,
+    plan_devices,
     profile,
     report,
     show,
@@ -40,7 +41,7 @@ from hydragraph.commands import (
 from hydragraph.commands.bench.command import bench_app
 from hydragraph.commands.launch_process import launched
 from hydragraph.commands.options import check_written
-from hydragraph.errors import CallbackFailure, EndedElsewhere, RankFailure, Unreachable
+from hydragraph.errors import CallbackFailure, EndedElsewhere, RankFailure, StillCompiling, Unreachable
 from hydragraph.version import __version__
 
 # Exit codes for a user's mistake and for a failed run.
@@ -70,17 +71,20 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def main() -> None:
-    """Run the command line; the entry point of `hydragraph`."""
+def main(began: float | None = None) -> None:
+    """Run the command line, whose deadlines count from `began`."""
     os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    plan_devices.began = began
     try:
         app()
     except OSError as error:  # the output of --version or --help
         _complain(_said(error), debug=False)
         sys.exit(_FAILED)
+    finally:
+        plan_devices.began = None
 
 
 def _app() -> typer.Typer:
@@ -146,7 +150,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
-    except (FloatingPointError, RankFailure, EndedElsewhere, TimeoutError, Unreachable) as error:
+    except (FloatingPointError, RankFailure, EndedElsewhere, StillCompiling, TimeoutError, Unreachable) as error:
         _complain(str(error), debug)
         raise typer.Exit(_FAILED) from None
     except CallbackFailure as error:

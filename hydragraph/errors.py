@@ -93,5 +93,9 @@ class CallbackFailure(RuntimeError):  # noqa: N818
     """Error raised by a callback; a note contains its traceback."""
 
 
+class StillCompiling(RuntimeError):  # noqa: N818
+    """The planner's search is not compiled yet."""
+
+
 class EndedElsewhere(RuntimeError):  # noqa: N818
     """Error raised if another machine ended the run. The message gives the reason."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+began: float | None = None  # when the command line started, as time.monotonic()
 COMPILING = 0.6  # fraction of the deadline for compiling graphs
 EXPLAINING = 1.0  # maximum time for explaining the plan, relative to the planning time
 OFFERED = 4  # maximum number of rental offers to print
@@ -37,11 +38,11 @@ OFFERED = 4  # maximum number of rental offers to print
 
 @uncollected()
 def plan_devices(asked: PlanOptions) -> None:
-    """Plan, print the plan, and write files; the deadline is measured from this call."""
+    """Plan, print the plan, and write files."""
     from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.planner.request import check_question
 
-    began = time.monotonic()
+    start = time.monotonic() if began is None else began
     # Report mistakes before the slow imports.
     check_question(asked.method or "auto", asked.deadline, asked.solver)
     inputs = PlanInputs.read(asked)
@@ -55,15 +56,21 @@ def plan_devices(asked: PlanOptions) -> None:
 
     from hydragraph.planner.first_compilation import first_compilation
 
-    limit = None if asked.deadline is None else COMPILING * asked.deadline
-    with first_compilation(bool(workload.lengths), limit) as compiling:
+    def left(part: float = 1.0) -> float | None:
+        return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - start))
+
+    with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
         if compiling:
             Console(stderr=True).print("compiling the planner's search once, which takes up to a minute on one core")
-        _plan(asked, inputs, prices, workload, began)
+        _plan(asked, inputs, prices, workload, left)
 
 
 def _plan(
-    asked: PlanOptions, inputs: PlanInputs, prices: RentalPrices | None, workload: Workload, began: float
+    asked: PlanOptions,
+    inputs: PlanInputs,
+    prices: RentalPrices | None,
+    workload: Workload,
+    left: Callable[..., float | None],
 ) -> None:
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import plan
@@ -73,9 +80,6 @@ def _plan(
     method: Any = asked.method or "auto"
     solver: Any = asked.solver
     config = inputs.config
-
-    def left(part: float = 1.0) -> float | None:
-        return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))
 
     console = Console(stderr=True)
     with console.status("reading") as status:

@@ -23,6 +23,8 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.types import unliteral
 
+from hydragraph.errors import StillCompiling
+
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
 _INSTALLED = Path(__file__).parent / "compiled"  # filled by `setup.py`
@@ -31,6 +33,7 @@ _MOST = 3000
 # Logged warnings, and folders for which compilation was announced.
 _said: list[str] = []
 _announced: list[str] = []
+
 
 _others: list[Callable[[], bool]] = []
 _POLL_S = 0.05
@@ -75,7 +78,10 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """In this context, calls wait until another process has compiled the function or `ended` returns True."""
+    """In this context, calls wait until another process has compiled the function or `ended` returns True.
+
+    `ended` may raise `StillCompiling`.
+    """
     _others.append(ended)
     try:
         yield
@@ -130,6 +136,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
                     time.sleep(0.0 if over else _POLL_S)
                     overload = super().load_overload(*arguments)
             return overload
+        except StillCompiling:
+            raise
         except Exception as error:
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
             with suppress(OSError):

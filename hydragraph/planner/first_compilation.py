@@ -23,6 +23,7 @@ from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.errors import StillCompiling
 from hydragraph.kernels.numba_compiler import compiled_elsewhere, is_compiled
 from hydragraph.planner import metis
 from hydragraph.planner.assignment import schedule_search
@@ -47,7 +48,10 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     Yields whether any function is missing.
 
     Args:
-        seconds: maximum time to wait before this process compiles the functions itself.
+        seconds: maximum time to wait; the processes then continue after the command.
+
+    Raises:
+        StillCompiling: a function was not compiled in time.
     """
     last = {"stages": exact_optimum.best_labels, "devices": message_rounds.together}
     if varying:
@@ -61,7 +65,14 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     ]
 
     def ended() -> bool:
-        return time.monotonic() > until or all(process.poll() is not None for process in processes)
+        over = all(process.poll() is not None for process in processes)
+        if not over and time.monotonic() > until:
+            processes.clear()
+            raise StillCompiling(
+                "the planner's search is being compiled once, which takes up to a minute on one core and continues "
+                "in the background: try again, or omit --deadline"
+            )
+        return over
 
     try:
         with compiled_elsewhere(ended):

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from typer.testing import CliRunner, Result
 import hydragraph as hg
 from hydragraph import cli
 from hydragraph.commands import plan_costs
+from hydragraph.commands import plan_devices as command
 from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.cost.costs import Costs
 from hydragraph.data.tokenizer import train_bpe
+from hydragraph.errors import StillCompiling
+from hydragraph.planner import first_compilation
 from hydragraph.report.number_text import seconds_text
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.train.config import TrainConfig
@@ -301,6 +305,22 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path, mo
     assert all(peak <= most for peak, most in zip(peaks, record["memory"], strict=True))
     simulated = run("simulate", uneven / "config.yaml", *options, "--trace", uneven / "trace.json").stdout
     assert f" {seconds_text(record['seconds'])} " in simulated
+
+
+def test_the_deadline_counts_from_the_start_of_the_command(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def late(_: bool, seconds: float) -> None:
+        limits.append(seconds)
+        raise StillCompiling("try again")
+
+    monkeypatch.setattr(first_compilation, "first_compilation", late)
+    for began in (None, time.monotonic() - 6000):
+        monkeypatch.setattr(command, "began", began)
+        result = plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, "--deadline", "5000")
+        assert result.exit_code == 1
+        assert result.stderr == "hydragraph: try again\n"
+    assert limits[0] > limits[1] == 0
 
 
 def test_sample_mini_batches_give_candidates(uneven: Path) -> None:

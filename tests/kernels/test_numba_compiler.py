@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from numba.core import event
 
+from hydragraph.errors import StillCompiling
 from hydragraph.kernels import numba_compiler
-from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.kernels.numba_compiler import compiled, compiled_elsewhere
 from tests.thorough import first, thorough
 
 MODULE = """
@@ -210,6 +211,19 @@ def test_what_another_process_compiles_is_waited_for(tmp_path: Path) -> None:
     assert first == "7 1"
     assert second.startswith("7.0 ")
     assert "float64" in second
+
+
+def test_a_wait_that_ends_early_compiles_nothing() -> None:
+    def never(a: int) -> int:
+        return a
+
+    def late() -> bool:
+        raise StillCompiling("try again")
+
+    function = compiled(never)
+    with compiled_elsewhere(late), pytest.raises(StillCompiling, match="try again"):
+        function(1)
+    assert not function.signatures
 
 
 def test_constants_that_compiled_callers_pass_compile_nothing_again() -> None:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from hydragraph.errors import StillCompiling
+from hydragraph.kernels import numba_compiler
 from hydragraph.planner import first_compilation
 from hydragraph.planner.first_compilation import compile_devices, compile_lengths, compile_stages
 from tests.test_newcomer import checked_out
@@ -38,6 +41,21 @@ def test_its_processes_end_with_the_command(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("a mistake elsewhere")
     assert len(begun) == 2
     assert all(process.poll() is not None for process in begun)
+
+
+def test_a_deadline_ends_the_wait_but_not_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    processes = [Mock(**{"poll.return_value": None}) for _ in range(2)]
+    monkeypatch.setattr(first_compilation, "is_compiled", lambda _: False)
+    monkeypatch.setattr(first_compilation, "time", Mock(monotonic=lambda: now[0]))
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=processes))
+    with first_compilation.first_compilation(varying=False, seconds=12.0):
+        (ended,) = numba_compiler._others
+        assert not ended()
+        now[0] = 12.1
+        with pytest.raises(StillCompiling, match="continues in the background: try again"):
+            ended()
+    assert not any(process.kill.called for process in processes)
 
 
 PLANS = """
