@@ -43,7 +43,7 @@ def ready(model: nn.Module) -> torch.optim.Optimizer:
 # Call -> regular expression for its error; every error ends with a remedy.
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a model's name": (lambda: hg.compile("gpt2", STRATEGY), "'gpt2'; pass transformers.AutoModel.*from_pretrained"),
-    "no model": (lambda: hg.capture(None), "model is NoneType; pass a torch.nn.Module"),
+    "no model": (lambda: hg.capture(None), "'model' is NoneType; pass a torch.nn.Module"),
     "a ready optimizer": (
         lambda: hg.compile(llama(layers=2), STRATEGY, ready(llama(layers=2))),
         r"optimizer SGD: .*; pass a function .*lambda parameters: torch.optim.SGD\(parameters, lr=0.25\)",
@@ -57,8 +57,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         "max_grad_norm is 0: give a number above 0, or None for no clipping",
     ),
     "a wrong text": (lambda: hg.compile(llama(layers=2), "<tp1,pq1>"), r"(?s)<tp1,pq1>.*\^"),
-    "a strategy of numbers": (lambda: hg.compile(llama(layers=2), [1, 1]), r"strategies are \[1, 1\]; pass a Strategy"),
-    "no strategy": (lambda: hg.compile(llama(layers=2), None), "strategy is None; pass a Strategy"),
+    "a strategy of numbers": (lambda: hg.compile(llama(layers=2), [1, 1]), r"'strategy' is \[1, 1\]; pass a Strategy"),
+    "no strategy": (lambda: hg.compile(llama(layers=2), None), "'strategy' is None; pass a Strategy"),
     "no text": (lambda: hg.Strategy.parse(None, 2), "text is None: give a string such as"),
     "no profile": (
         lambda: hg.Profile.load("none.json"),

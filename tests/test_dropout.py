@@ -90,5 +90,5 @@ def test_every_strategy_equals_one_device_with_the_same_masks(model: str, tmp_pa
 
 
 def test_ranks_with_other_seeds_are_refused() -> None:
-    with pytest.raises(ValueError, match="seed is 'one': give an integer"):
+    with pytest.raises(ValueError, match="'seed' is 'one': give an integer"):
         hg.compile(dropping_gpt2(1), "<tp1,pp1>", seed="one")  # type: ignore[arg-type]

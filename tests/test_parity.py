@@ -280,8 +280,8 @@ def test_a_gradient_that_stays_on_its_rank_is_not_rounded() -> None:
     ("options", "message"),
     [
         ({"push_dtype": torch.float16}, "push_dtype is torch.float16"),
-        ({"push_dtype": torch.bfloat16, "deterministic": True}, "omit push_dtype or deterministic"),
-        ({"window": -1}, "window is -1"),
+        ({"push_dtype": torch.bfloat16, "deterministic": True}, "omit push_dtype or 'deterministic'"),
+        ({"window": -1}, "'window' is -1"),
     ],
 )
 def test_how_gradients_cannot_travel(options: dict[str, Any], message: str) -> None:

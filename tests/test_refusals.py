@@ -67,15 +67,15 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "too many layers": ("<tp1,pp3>", "3 stages for 2 layers"),
     "another model's": (hg.Strategy.parse("<tp1,pp2>", layers=5), "= 5 layers, but the model has 2"),
     "a degree that divides no heads": ("<[0,1,2]x2>", "degree 3 .* does not divide 4 attention heads"),
-    "a number": (5, "strategy is 5; pass a Strategy"),
-    "a list": ([], r"strategy is \[\]; pass a Strategy"),
+    "a number": (5, "'strategy' is 5; pass a Strategy"),
+    "a list": ([], r"'strategy' is \[\]; pass a Strategy"),
 }
 # Calls that are wrong in other ways; all ranks make them.
 CALLS: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "an unknown option": (lambda exe, _: exe.step([ids], strategi=OTHER), "step: got an unexpected .*strategi"),
     "no mini-batch": (lambda exe, _: exe.step(), "step: missing a required argument: 'sequences'"),
     "no checkpoint": (lambda exe, folder: exe.load(folder / "none"), "it has no complete.json"),
-    "a path that is none": (lambda exe, _: exe.save(5), "save: path is 5; give a path"),
+    "a path that is none": (lambda exe, _: exe.save(5), "save: 'path' is 5; give a path"),
     "a place that is taken": (lambda exe, folder: exe.save(folder), "so it is not a checkpoint"),
     "no weights": (lambda exe, folder: exe.load_pretrained(folder), "has neither model.safetensors"),
     "nothing to merge": (lambda exe, folder: exe.save_pretrained(folder, merged=True), "merged=True without adapters"),

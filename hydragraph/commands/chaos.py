@@ -48,7 +48,7 @@ def chaos_command(options: ChaosOptions) -> None:
     counts = Counter({"kill": kills, "slow": options.slow, "join": options.joins})
     counts.update(dict.fromkeys(named, options.each))
     if config.ranks < 2:
-        raise ValueError(f"ranks is {config.ranks}, but chaos kills ranks and needs at least 2: set a larger number")
+        raise ValueError(f"'ranks' is {config.ranks}, but chaos kills ranks and needs at least 2: set a larger number")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
         folder = options.keep or Path(temporary)

@@ -288,7 +288,7 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
         )
     if nodes is not None and config.ranks < nodes.count:
         raise ValueError(
-            f"ranks is {config.ranks}, but there are {nodes.count} machines: set at least one rank per machine"
+            f"'ranks' is {config.ranks}, but there are {nodes.count} machines: set at least one rank per machine"
         )
     return nodes if nodes is None or store is None else _electing(config, nodes, store)
 

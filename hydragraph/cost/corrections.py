@@ -54,7 +54,7 @@ class Corrections:
     def __post_init__(self) -> None:
         for (kind, rank), ratios in self.samples.items():
             if not 0 <= rank < len(self.types):
-                raise ValueError(f"samples has rank {rank}, but the ranks are 0 to {len(self.types) - 1}")
+                raise ValueError(f"'samples' has rank {rank}, but the ranks are 0 to {len(self.types) - 1}")
             if not all(0 < ratio < math.inf for ratio in ratios):
                 raise ValueError(f"{kind.value!r} on rank {rank}: samples must be finite and above 0")
 

@@ -89,7 +89,7 @@ def datasheet(
             profile contains no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency is {efficiency}: give a fraction of the datasheet's FLOP/s above 0 and at most 1")
+        raise ValueError(f"'efficiency' is {efficiency}: give a fraction of the peak FLOP/s, above 0 and at most 1")
     every = tuple(_of_type(program, cluster, name, efficiency, degrees, compiled) for name in cluster.types)
     return Profile.merge(every)
 

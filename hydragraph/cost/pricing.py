@@ -60,7 +60,7 @@ class Pricing:
         self.transfer_factors = {kind: self.corrections.factor(kind) for kind in TRANSFERS}
         for rank in self.health:
             if rank >= self.ranks:
-                raise ValueError(f"health names rank {rank}, but the cluster has ranks 0 to {self.ranks - 1}")
+                raise ValueError(f"'health' names rank {rank}, but the cluster has ranks 0 to {self.ranks - 1}")
         if not profile.blocks or profile.model_sizes is None:
             raise Unsupported(
                 "it has constants of whole schemes only, not of blocks",

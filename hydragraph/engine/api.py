@@ -292,16 +292,16 @@ def _checked_options(
     check_factory(optimizer)
     mode_of(check)
     if window is not None and window < 0:
-        raise ValueError(f"compile: window is {window}: give a number of bytes, or None for the default")
+        raise ValueError(f"compile: 'window' is {window}: give a number of bytes, or None for the default")
     if push_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
     if deterministic and push_dtype != torch.float32:
         raise ValueError(
             f"compile: push_dtype {push_dtype} rounds each rank's sum, so results depend on the number of ranks: "
-            "omit push_dtype or deterministic"
+            "omit push_dtype or 'deterministic'"
         )
     if type(seed) is not int:
-        raise ValueError(f"compile: seed is {seed!r}: give an integer")
+        raise ValueError(f"compile: 'seed' is {seed!r}: give an integer")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
         raise ValueError(f"compile: max_grad_norm is {max_grad_norm!r}: give a number above 0, or None for no clipping")
     return home_of(home)
@@ -409,12 +409,12 @@ def _check_origin(program: Program, source: _Source) -> None:
     if program.origin != frontend.origin(source.model):
         name = type(source.model).__name__
         raise ValueError(
-            f"compile: program was captured from a model other than this {name}; pass this model to `capture`"
+            f"compile: 'program' was captured from a model other than this {name}; pass this model to `capture`"
         )
     without_buffers = source.loss is not None and not loss_buffers(source.loss)
     if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
         raise ValueError(
-            f"compile: dtype ({program.dtype}), example and loss of the program are fixed; pass these only to `capture`"
+            f"compile: 'program' fixes 'dtype' ({program.dtype}), 'example' and 'loss'; pass these only to `capture`"
         )
 
 

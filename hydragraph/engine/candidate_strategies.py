@@ -101,7 +101,7 @@ def candidates_of(
         candidates = tuple(dict.fromkeys(strategy_for(s, program) for s in several))
     else:
         raise Unsupported(
-            f"strategy is {given!r}" if not isinstance(given, Sequence) else f"strategies are {list(given)!r}",
+            f"'strategy' is {given!r}" if not isinstance(given, Sequence) else f"'strategy' is {list(given)!r}",
             where="compile",
             remedy='pass a Strategy, a text such as "<tp2,pp1> + 2*<tp1,pp1>", a list of them, or "auto"',
         )
@@ -175,7 +175,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
     if isinstance(given, Strategy):
         return given
     if not isinstance(given, str):
-        raise ValueError(f"strategy is {given!r}; pass a Strategy, or its text such as '<tp2,pp1>'")
+        raise ValueError(f"'strategy' is {given!r}; pass a Strategy, or its text such as '<tp2,pp1>'")
     return Strategy.parse(given, program.layers)
 
 

@@ -66,7 +66,7 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
             for name in ("path", "directory"):
                 if name in arguments and what != "load" and not isinstance(arguments[name], str | os.PathLike):
                     raise TypeError(
-                        f"{what}: {name} is {arguments[name]!r}; give a path, as a string or a pathlib.Path"
+                        f"{what}: {name!r} is {arguments[name]!r}; give a path, as a string or a pathlib.Path"
                     )
             self._admit(what)
             with own_modes(what), self._watch.calling(what):

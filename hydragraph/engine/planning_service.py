@@ -31,7 +31,7 @@ class PlanService:
 
     def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
         if workers < 1 or ahead < 1:
-            raise ValueError(f"workers is {workers} and ahead is {ahead}: give at least 1 for both")
+            raise ValueError(f"'workers' is {workers} and 'ahead' is {ahead}: give at least 1 for both")
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()

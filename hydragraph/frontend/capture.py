@@ -173,7 +173,7 @@ def check_model(model: object, call: str) -> None:
         return
     name = isinstance(model, str)
     remedy = f"pass transformers.AutoModelForCausalLM.from_pretrained({model!r})" if name else "pass a torch.nn.Module"
-    raise TypeError(f"{call}: model is {type(model).__name__}{f' {model!r}' if name else ''}; {remedy}")
+    raise TypeError(f"{call}: 'model' is {type(model).__name__}{f' {model!r}' if name else ''}; {remedy}")
 
 
 @dataclass(frozen=True)

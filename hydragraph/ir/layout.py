@@ -265,17 +265,17 @@ def _check_home(
 ) -> None:
     if size < 0 or align < 1:
         raise ValueError(
-            f"home layout: size is {size} and align is {align}: give a size of at least 0 and an align of at least 1"
+            f"home layout: 'size' is {size} and 'align' is {align}: give at least 0 for 'size' and 1 for 'align'"
         )
     if not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"home layout: ranks is {list(ranks)}: list at least one rank, and no rank twice")
+        raise ValueError(f"home layout: 'ranks' is {list(ranks)}: list at least one rank, and no rank twice")
     if len(weights) != len(ranks) or not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:
         raise ValueError(
-            f"home layout: shares is {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share"
+            f"home layout: 'shares' is {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share"
             " of at least 0, and at least one rank a positive share"
         )
     if len(nodes) != len(ranks):
-        raise ValueError(f"home layout: nodes is {list(nodes)} for {len(ranks)} ranks: give the node of each rank")
+        raise ValueError(f"home layout: 'nodes' is {list(nodes)} for {len(ranks)} ranks: give the node of each rank")
     owning = {node for node, weight in zip(nodes, weights.tolist(), strict=True) if weight}
     if copies not in (1, 2) or copies > len(owning):
         raise ValueError(

@@ -46,9 +46,9 @@ class ShardRule:
 
     def __post_init__(self) -> None:
         if self.dim < 0:
-            raise ValueError(f"dim is {self.dim}: use a dimension of at least 0")
+            raise ValueError(f"'dim' is {self.dim}: use a dimension of at least 0")
         if not self.segments or min(self.segments) < 1 or self.unit < 1:
-            raise ValueError(f"segments is {self.segments}, unit is {self.unit}: give positive numbers")
+            raise ValueError(f"'segments' is {self.segments}, 'unit' is {self.unit}: give positive numbers")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
         """Return the range [a, b) of a segment's units that rank `index` of `tp` stores."""

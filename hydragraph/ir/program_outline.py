@@ -49,7 +49,7 @@ class Outline:
     def __post_init__(self) -> None:
 
         if len(self.blocks) < 2:
-            raise ValueError(f"blocks is {self.blocks}: name at least two blocks, a first and a last")
+            raise ValueError(f"'blocks' is {self.blocks}: name at least two blocks, a first and a last")
         if "aux" in self.blocks:
             raise ValueError('block "aux": the name is taken by a micro-batch\'s auxiliary values; rename the block')
         for kind, names in (("block", self.blocks), ("bucket", tuple(name for name, _ in self.buckets))):
@@ -70,7 +70,7 @@ class Outline:
         strangers = set(self.frozen) - {name for name, _ in self.buckets}
         if strangers:
             raise ValueError(
-                f"frozen is {self.frozen}: {sorted(strangers)} are not buckets of the program; name only its buckets"
+                f"'frozen' is {self.frozen}: {sorted(strangers)} are not buckets of the program; name only its buckets"
             )
 
     @property

@@ -116,7 +116,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_options(q: Tensor, window: int | None, chunk: int | None, cap: float | None, sink: Tensor | None) -> None:
     for name, value in (("window", window), ("chunk", chunk), ("cap", cap)):
         if value is not None and value <= 0:
-            raise _refused(f"{name} is {value}", "pass a positive number, or None")
+            raise _refused(f"{name!r} is {value}", "pass a positive number, or None")
     if sink is not None and (sink.dim() != 1 or sink.shape[0] != q.shape[1]):
         raise _refused(
             f"sink of shape {list(sink.shape)} for {q.shape[1]} query heads", "pass one number per query head, [Hq]"

@@ -65,7 +65,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
         Unsupported: Inductor finds no compiler on this host.
     """
     if asked is not None and asked not in BACKENDS:
-        raise ValueError(f"backend is {asked!r}: use {' or '.join(map(repr, BACKENDS))}, or None to choose by device")
+        raise ValueError(f"'backend' is {asked!r}: use {' or '.join(map(repr, BACKENDS))}, or None to choose by device")
     backend = asked or ("inductor" if device.type == "cuda" else "eager")
     missing = missing_compiler(device) if backend == "inductor" else None
     if missing is not None:

@@ -98,14 +98,14 @@ def after_each_pass(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
+        raise ValueError(f"'rank' is {rank}: the world has ranks 0 to {ranks - 1}")
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     yield from _passes(placement, str(strategy), mode, rank, ranks)
 
 
 def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode, ranks: int) -> Placement:
     if mode not in get_args(Mode):
-        raise ValueError(f"mode is {mode!r}: use {' or '.join(map(repr, get_args(Mode)))}")
+        raise ValueError(f"'mode' is {mode!r}: use {' or '.join(map(repr, get_args(Mode)))}")
     strategy.check(outline.layers, ranks)
     return place(outline, strategy, micro_batches)
 

@@ -191,7 +191,7 @@ def plan(
     if isinstance(running, Strategy):
         running.check(costs.outline.layers, costs.ranks)
     elif not (running is None or isinstance(running, Plan)):
-        raise ValueError(f"running is {running!r}: give a plan, a strategy or its text, or leave it out")
+        raise ValueError(f"'running' is {running!r}: give a plan, a strategy or its text, or leave it out")
     with uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
         return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming)

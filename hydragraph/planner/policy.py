@@ -30,7 +30,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name, least in (("gain", 0), ("sample", 1), ("workers", 0), ("ahead", 1), ("patience_s", 0)):
             if not getattr(self, name) >= least:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: give at least {least}")
+                raise ValueError(f"{name!r} is {getattr(self, name)!r}: give at least {least}")
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ Solver = Literal["scip"]
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
     """Check the arguments of `plan` before the slow computation of costs."""
     if method not in get_args(Method):
-        raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
+        raise ValueError(f"'method' is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
     if solver not in (None, *get_args(Solver)):
-        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
+        raise ValueError(f"'solver' is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
     if solver is not None and method != "mixed":
         raise ValueError(
             f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'

@@ -121,7 +121,7 @@ class Device(DeviceType):
         super().__post_init__()
         object.__setattr__(self, "node", _whole("node", _number("node", self.node)))
         if not isinstance(self.type, str):
-            raise ValueError(f"type is {self.type!r}: give the name of a device type")
+            raise ValueError(f"'type' is {self.type!r}: give the name of a device type")
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,15 @@ class Node:
 
     def __post_init__(self) -> None:
         if not isinstance(self.type, str | int | float):
-            raise ValueError(f"type is {self.type!r}: give the name of a device type")
+            raise ValueError(f"'type' is {self.type!r}: give the name of a device type")
         object.__setattr__(self, "type", str(self.type))  # YAML reads 4090 as a number
         for name in ("devices", "count", "cards"):
             object.__setattr__(self, name, _whole(name, _positive(name, getattr(self, name))))
         if self.cards > self.devices:
-            raise ValueError(f"cards is {self.cards}, devices is {self.devices}: use at most one card per device")
+            raise ValueError(f"'cards' is {self.cards}, 'devices' is {self.devices}: use at most one card per device")
         for name in ("inner", "outer"):
             if not isinstance(getattr(self, name), Interconnect):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: use Interconnect(...)")
+                raise ValueError(f"{name!r} is {getattr(self, name)!r}: use Interconnect(...)")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         if not isinstance(self.types, list | tuple) or len(self.types) != 2:
-            raise ValueError(f"types is {self.types!r}: name two types of devices")
+            raise ValueError(f"'types' is {self.types!r}: name two types of devices")
         object.__setattr__(self, "types", (str(self.types[0]), str(self.types[1])))
         object.__setattr__(self, "points", self.link.points)
 
@@ -199,12 +199,12 @@ class Cluster:
         for name in ("devices", "nodes", "pairs", "cards"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.devices:
-            raise ValueError("devices is empty: a cluster needs at least one device")
+            raise ValueError("'devices' is empty: a cluster needs at least one device")
         links = () if self.nodes else (self.within_node, self.between_nodes)
         for name, kind, values in (("devices", Device, self.devices), ("links", Interconnect, links)):
             for value in values:
                 if not isinstance(value, kind):
-                    raise ValueError(f"{name} has {value!r}: use {kind.__name__}(...)")
+                    raise ValueError(f"{name!r} has {value!r}: use {kind.__name__}(...)")
         node = max(d.node for d in self.devices)
         if self.nodes and node >= len(self.nodes):
             raise ValueError(f"a device is in node {node}, but there are {len(self.nodes)} nodes, numbered from 0")
@@ -253,7 +253,7 @@ class Cluster:
         """Return a cluster of `ranks` copies of `device`, with `ranks_per_node` per node (None: one node)."""
         per_node = ranks if ranks_per_node is None else ranks_per_node
         if ranks < 1 or per_node < 1:
-            raise ValueError(f"ranks is {ranks}, ranks_per_node is {ranks_per_node}: both must be at least 1")
+            raise ValueError(f"'ranks' is {ranks}, ranks_per_node is {ranks_per_node}: both must be at least 1")
         if between_nodes is None and ranks > per_node:
             raise ValueError(
                 f"{ranks} ranks with {per_node} per node need several nodes: set between_nodes to an Interconnect"
@@ -449,7 +449,7 @@ def _check_units(where: str, data: object) -> None:
         if name in _UNITS and isinstance(value, int | float):
             least, most, unit = _UNITS[name]
             if not least <= value <= most:
-                raise ValueError(f"{where}: {name} is {value:g}: give {unit}")
+                raise ValueError(f"{where}: {name!r} is {value:g}: give {unit}")
         place = f"{where}[{name}]" if isinstance(data, list) else f"{where}.{name}" if where else str(name)
         _check_units(place, value)
 
@@ -466,7 +466,7 @@ def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
 
 def _points(rows: object) -> tuple[tuple[float, float], ...]:
     if not isinstance(rows, list | tuple):
-        raise ValueError(f"points is {rows!r}: give a list of [bytes, bytes_per_s]")
+        raise ValueError(f"'points' is {rows!r}: give a list of [bytes, bytes_per_s]")
     points = []
     for point in rows:
         if not isinstance(point, list | tuple) or len(point) != 2:
@@ -484,7 +484,7 @@ def _set_positive(record: object, *names: str) -> None:
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
+        raise ValueError(f"{name!r} is {value!r}: give a finite number of at least 0")
     return value
 
 
@@ -492,10 +492,10 @@ def _positive(name: str, value: object) -> float:
     with suppress(ValueError):
         if number := _number(name, value):
             return number
-    raise ValueError(f"{name} is {value!r}: give a finite number above 0")
+    raise ValueError(f"{name!r} is {value!r}: give a finite number above 0")
 
 
 def _whole(name: str, value: float) -> int:
     if value != int(value):
-        raise ValueError(f"{name} is {value!r}: give a whole number")
+        raise ValueError(f"{name!r} is {value!r}: give a whole number")
     return int(value)

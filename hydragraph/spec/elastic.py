@@ -28,7 +28,7 @@ class Elastic:
         for name, least in (("min_ranks", 1), ("spares", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+                raise ValueError(f"{name!r} is {value!r}: give a whole number of at least {least}")
         for name in ("grace_s", "progress_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: give seconds above 0")
+                raise ValueError(f"{name!r} is {getattr(self, name)!r}: give seconds above 0")

@@ -23,7 +23,7 @@ class Health:
     def __post_init__(self) -> None:
         for rank, rate in self.rates.items():
             if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-                raise ValueError(f"rates has rank {rank!r}: ranks are integers from 0")
+                raise ValueError(f"'rates' has rank {rank!r}: ranks are integers from 0")
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 1:
                 raise ValueError(f"rates: rank {rank} has {rate!r}: give a rate of at least 1, or inf for a lost rank")
         object.__setattr__(self, "rates", {r: float(x) for r, x in sorted(self.rates.items()) if x != 1})

@@ -40,20 +40,20 @@ class Home:
 
     def __post_init__(self) -> None:
         if self.rule is not None and self.rule not in get_args(Rule):
-            raise ValueError(f"rule is {self.rule!r}: use 'auto' or 'stages', or omit it")
+            raise ValueError(f"'rule' is {self.rule!r}: use 'auto' or 'stages', or omit it")
         if self.shares is not None:
             object.__setattr__(self, "shares", _shares("shares", self.shares))
         if not isinstance(self.buckets, Mapping):
-            raise ValueError(f"buckets is {self.buckets!r}: give a mapping of bucket names to shares by rank")
+            raise ValueError(f"'buckets' is {self.buckets!r}: give a mapping of bucket names to shares by rank")
         buckets = {str(name): _shares(f"buckets.{name}", shares) for name, shares in sorted(self.buckets.items())}
         object.__setattr__(self, "buckets", buckets)
         if isinstance(self.copies, bool) or self.copies not in (1, 2):
-            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of every element")
+            raise ValueError(f"'copies' is {self.copies!r}: use 1, or 2 for a second owner of every element")
         if self.nodes is not None:
             object.__setattr__(self, "nodes", _nodes(self.nodes))
         counts = {len(numbers) for _, numbers in self._lists()}
         if len(counts) > 1:
-            lengths = ", ".join(f"{name} is for {len(numbers)} ranks" for name, numbers in self._lists())
+            lengths = ", ".join(f"{name!r} is for {len(numbers)} ranks" for name, numbers in self._lists())
             raise ValueError(f"{lengths}: give every list one number per rank")
 
     def __hash__(self) -> int:
@@ -85,7 +85,7 @@ class Home:
         for name, numbers in self._lists():
             if len(numbers) != ranks:
                 raise ValueError(
-                    f"home '{self}': {name} has {len(numbers)} numbers, but the run has {ranks} "
+                    f"home '{self}': {name!r} has {len(numbers)} numbers, but the run has {ranks} "
                     f"rank{'s' * (ranks > 1)}: give one number for each rank (0: the rank owns no state)"
                 )
         unknown = [] if buckets is None else [name for name in self.buckets if name not in buckets]
@@ -166,13 +166,13 @@ def home_of(given: Home | str | None) -> Home | None:
     if given is None or isinstance(given, Home):
         return given
     raise ValueError(
-        f"home is {given!r}: give hg.Home(shares=[3, 1], copies=2), its text '3,1 copies=2', 'auto', 'equal', or None"
+        f"'home' is {given!r}: give hg.Home(shares=[3, 1], copies=2), its text '3,1 copies=2', 'auto', 'equal', or None"
     )
 
 
 def _shares(name: str, given: object) -> Shares:
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
-        raise ValueError(f"{name} is {given!r}: give a list of one share per rank, such as [3, 3, 1, 0]")
+        raise ValueError(f"{name!r} is {given!r}: give a list of one share per rank, such as [3, 3, 1, 0]")
     for rank, share in enumerate(given):
         if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
             raise ValueError(
@@ -180,13 +180,13 @@ def _shares(name: str, given: object) -> Shares:
             )
     total = sum(given)
     if not 0 < total < math.inf:
-        raise ValueError(f"{name} is {list(given)}, whose sum is {total:g}: give at least one rank a share above 0")
+        raise ValueError(f"{name!r} is {list(given)}, whose sum is {total:g}: give at least one rank a share above 0")
     return tuple(map(float, given))
 
 
 def _nodes(given: object) -> tuple[int, ...]:
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise ValueError(f"nodes is {given!r}: give a list with each rank's node, such as [0, 0, 1]")
+        raise ValueError(f"'nodes' is {given!r}: give a list with each rank's node, such as [0, 0, 1]")
     for rank, node in enumerate(given):
         if isinstance(node, bool) or not isinstance(node, int | float) or node < 0 or node != int(node):
             raise ValueError(f"nodes: rank {rank} is on node {node!r}: nodes are whole numbers from 0")

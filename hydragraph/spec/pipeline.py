@@ -42,24 +42,24 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", as_tuple("devices", self.devices))
         if not self.devices:
-            raise ValueError("devices is empty: a stage needs at least one device")
+            raise ValueError("'devices' is empty: a stage needs at least one device")
         for device in self.devices:
             if not is_whole(device) or device < 0:
-                raise ValueError(f"devices has {device!r}: devices are ranks, integers from 0")
+                raise ValueError(f"'devices' has {device!r}: devices are ranks, integers from 0")
             if self.devices.count(device) > 1:
-                raise ValueError(f"devices has {device} more than once: list each device once")
+                raise ValueError(f"'devices' has {device} more than once: list each device once")
         if not is_whole(self.layers) or self.layers < 1:
-            raise ValueError(f"layers is {self.layers!r}: give a whole number of at least 1, or remove the stage")
+            raise ValueError(f"'layers' is {self.layers!r}: give a whole number of at least 1, or remove the stage")
         for name in ("sequence_parallel", "offload", "sums_in_pieces"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
+                raise ValueError(f"{name!r} is {getattr(self, name)!r}: use true or false")
         if not isinstance(self.recompute, bool) and not is_budget(self.recompute):
             raise ValueError(
-                f"recompute is {self.recompute!r}: use true (save only inputs), false, or the fraction of "
+                f"'recompute' is {self.recompute!r}: use true (save only inputs), false, or the fraction of "
                 "activations to save, from 0.01 to 0.99 with at most two decimals, such as 0.5"
             )
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
-            raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
+            raise ValueError(f"'stream' is {self.stream!r}: use true, false or {GRADIENTS}")
         if self.sums_in_pieces and self.sequence_parallel:
             raise ValueError("sums_in_pieces and sequence_parallel are both set, but they exclude each other: set one")
 
@@ -87,7 +87,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", as_tuple("stages", self.stages))
         if not self.stages:
-            raise ValueError("stages is empty: a pipeline needs at least one stage")
+            raise ValueError("'stages' is empty: a pipeline needs at least one stage")
         for stage in self.stages:
             if not isinstance(stage, Stage):
                 raise ValueError(f"stages has {stage!r}: use Stage(devices=..., layers=...)")
@@ -130,5 +130,5 @@ def is_whole(value: object) -> bool:
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
     """Return a sequence as a tuple; for other values, raise a ValueError that names the field."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} is {value!r}: give a list")
+        raise ValueError(f"{name!r} is {value!r}: give a list")
     return tuple(value)

@@ -49,12 +49,12 @@ class Strategy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", as_tuple("pipelines", self.pipelines))
         if not self.pipelines:
-            raise ValueError("pipelines is empty: a strategy needs at least one pipeline")
+            raise ValueError("'pipelines' is empty: a strategy needs at least one pipeline")
         for pipeline in self.pipelines:
             if not isinstance(pipeline, Pipeline):
                 raise ValueError(f"pipelines has {pipeline!r}: use Pipeline(stages=[...])")
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}: use {' or '.join(map(repr, SCHEDULES))}")
+            raise ValueError(f"'schedule' is {self.schedule!r}: use {' or '.join(map(repr, SCHEDULES))}")
         self._check_devices()
         for i, pipeline in enumerate(self.pipelines):
             if pipeline.layers != self.layers:
@@ -206,7 +206,7 @@ class Strategy:
         if not isinstance(text, str):
             raise ValueError(f'strategy text is {text!r}: give a string such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not is_whole(layers) or layers < 1:
-            raise ValueError(f"layers is {layers!r}: give the model's number of layers, 1 or more")
+            raise ValueError(f"'layers' is {layers!r}: give the model's number of layers, 1 or more")
         body, at, fingerprint = text.partition("@")
         pipelines, schedule = parse_strategy(body, layers)
         try:

@@ -31,7 +31,7 @@ class Workload:
             object.__setattr__(self, "lengths", tuple(tuple(map(index, batch)) for batch in self.lengths))
         except TypeError:
             raise ValueError(
-                f"lengths is {reprlib.repr(self.lengths)}: give one list per mini-batch, with its "
+                f"'lengths' is {reprlib.repr(self.lengths)}: give one list per mini-batch, with its "
                 "sequences' lengths in tokens as whole numbers, as in [[512, 90, 3000], [700, 2048]]"
             ) from None
         fixed = bool(self.sequences or self.length)
@@ -41,9 +41,9 @@ class Workload:
                 "sample mini-batches (lengths=[[512, 90], [700]]): give one of the two"
             )
         if fixed and not (_counts(self.sequences) and _counts(self.length)):
-            raise ValueError(f"sequences is {self.sequences!r}, length is {self.length!r}: give whole numbers above 0")
+            raise ValueError(f"'sequences' is {self.sequences!r}, 'length' {self.length!r}: give whole numbers above 0")
         if self.sequences > MOST_SEQUENCES:
-            raise ValueError(f"sequences is {self.sequences:,}: give at most {MOST_SEQUENCES:,} in a mini-batch")
+            raise ValueError(f"'sequences' is {self.sequences:,}: give at most {MOST_SEQUENCES:,} in a mini-batch")
         for i, batch in enumerate(self.lengths):
             if not batch or min(batch) < 1:
                 raise ValueError(f"lengths[{i}] is {list(batch)[:8]}: give at least one length, each above 0")

@@ -88,7 +88,7 @@ class ModelConfig:
                 "from a directory without loading the full model into one process"
             )
         if self.config is not None and not isinstance(self.config, Mapping):
-            raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
+            raise ValueError(f"'config' is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
         if self.config is not None and self.architecture is None and self.path is None:
             raise ValueError(
                 "'config' cannot change a model from 'weights': give 'path' instead of 'weights', or also give "
@@ -198,7 +198,7 @@ class MixedConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.weight:
-            raise ValueError("weight is 0: remove the corpus, or give a weight above 0")
+            raise ValueError("'weight' is 0: remove the corpus, or give a weight above 0")
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         if self.mixture:
             if self.paths:
-                raise ValueError("give paths or mixture, not both: each corpus of a mixture has its own paths")
+                raise ValueError("give 'paths' or 'mixture', not both: each corpus of a mixture has its own 'paths'")
             object.__setattr__(self, "paths", ())
         check_fields(self, *(["paths"] if self.mixture else []))
         for source in fields(SourceConfig) if self.mixture else ():
@@ -290,10 +290,10 @@ class OptimizerConfig:
         check_fields(self)
         if self.betas is not None:
             if isinstance(self.betas, str) or not isinstance(self.betas, Sequence):
-                raise ValueError(f"betas is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
+                raise ValueError(f"'betas' is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
             object.__setattr__(self, "betas", tuple(self.betas))
             if len(self.betas) != 2:
-                raise ValueError(f"betas is {list(self.betas)}: give two numbers, such as [0.9, 0.95]")
+                raise ValueError(f"'betas' is {list(self.betas)}: give two numbers, such as [0.9, 0.95]")
             for beta in self.betas:
                 check_fraction("betas", beta)
 
@@ -320,7 +320,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.warmup_ratio is not None and self.warmup:
-            raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
+            raise ValueError(f"'warmup' is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
         if self.decay_ratio is not None and self.decay != "wsd":
             raise ValueError(f"decay_ratio is {self.decay_ratio}: omit it, or set 'decay' to 'wsd', not {self.decay!r}")
 
@@ -391,7 +391,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.health is not None and None in (self.cluster, self.profile):
-            raise ValueError(f"health is {self.health!r}, which needs cluster and profile: set both")
+            raise ValueError(f"'health' is {self.health!r}, which needs 'cluster' and 'profile': set both")
 
 
 @dataclass(frozen=True)
@@ -429,10 +429,10 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         if self.copies not in (1, 2) or isinstance(self.copies, bool):
-            raise ValueError(f"copies is {self.copies!r}: use 1, or 2 to give all state a second owner")
+            raise ValueError(f"'copies' is {self.copies!r}: use 1, or 2 to give all state a second owner")
         check_fields(self)
         if not 1 < self.leave < self.enter:
-            raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
+            raise ValueError(f"'enter' is {self.enter}, 'leave' is {self.leave}: give 1 < leave < enter")
 
     @property
     def survives(self) -> bool:
@@ -557,9 +557,9 @@ class TrainConfig:
         if self.max_grad_norm == 0:
             raise ValueError("max_grad_norm is 0: use null for no clipping")
         if self.seed >= 2**63:
-            raise ValueError(f"seed is {self.seed}: give a seed below 2**63")
+            raise ValueError(f"'seed' is {self.seed}: give a seed below 2**63")
         if self.adapter is not None and self.model.weights is not None:
-            raise ValueError("adapter needs the full model in memory: set model.path instead of model.weights")
+            raise ValueError("'adapter' needs the full model in memory: set model.path instead of model.weights")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -567,13 +567,13 @@ class TrainConfig:
     def _check_length(self) -> None:
         if self.epochs is None:
             if self.steps == 0 and not isinstance(self.steps, bool):
-                raise ValueError("steps is 0: give a whole number of at least 1, or set epochs")
+                raise ValueError("'steps' is 0: give a whole number of at least 1, or set 'epochs'")
             check_whole("steps", self.steps, 1)
             return
         check_number("epochs", self.epochs)
         if self.steps:
             raise ValueError(
-                f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them and 0 for the other"
+                f"'epochs' is {self.epochs!r}, 'steps' is {self.steps!r}: give one of them and 0 for the other"
             )
 
     def _check_evaluations(self) -> None:
@@ -586,7 +586,7 @@ class TrainConfig:
             if setting and not self.evaluates:
                 raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
         if self.min_improvement and self.patience is None:
-            raise ValueError("min_improvement has no effect without patience: set patience, or remove min_improvement")
+            raise ValueError("min_improvement has no effect without 'patience': set both or neither")
         if self.evaluates and not self.held_out and not self.data.evaluation:
             name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
             raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
@@ -594,8 +594,7 @@ class TrainConfig:
     def _check_determinism(self) -> None:
         if self.deterministic and self.backend == "inductor":
             raise ValueError(
-                "deterministic cannot be combined with backend 'inductor', whose code depends on the sizes of earlier "
-                "batches: set backend to 'eager'"
+                "'deterministic' needs backend 'eager': the code of 'inductor' depends on the sizes of earlier batches"
             )
         if self.deterministic and self.backend is None:
             self._set("backend", "eager")
@@ -638,14 +637,14 @@ class TrainConfig:
         if elastic.copies > self.home.copies:
             self._set("home", replace(self.home, copies=elastic.copies))
         if elastic.min_ranks is not None and elastic.min_ranks > self.ranks > 1:
-            raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, but ranks is {self.ranks}: lower min_ranks")
+            raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, but 'ranks' is {self.ranks}: lower min_ranks")
         if self.automatic and len(self.strategies) > 1:
             raise ValueError("'strategies: auto' cannot be combined with other strategies: remove 'auto' or the others")
         if self.automatic and not self.plan.choose:
             self._set("plan", replace(self.plan, choose=True))
         if self.plan.cluster is not None and not self.plan.choose:
             raise ValueError(
-                f"plan: cluster is {self.plan.cluster!r}, but has no effect without choose: set 'choose: true'"
+                f"plan: 'cluster' is {self.plan.cluster!r}, but has no effect without 'choose': set 'choose: true'"
             )
         if elastic.replan and not self.measures and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(

@@ -41,7 +41,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     if config.model.directory is not None:
         directory_of(config.model)
     if config.trust and config.compiled is None:
-        raise ValueError("trust has no effect without compiled: set compiled to a folder, or leave trust out")
+        raise ValueError("'trust' has no effect without 'compiled': set 'compiled' to a folder, or omit 'trust'")
     model = skeleton(config.model, config.data.vocab_size)
     _check_model(config, model)
     model = adapted(model, config.adapter, config.seed)

@@ -155,7 +155,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
         if omitted:
             more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
-            remedy = "name the files in paths or in evaluation, or set suffixes"
+            remedy = "name the files in 'paths' or 'evaluation', or set 'suffixes'"
             yield f"these data files are not read: {', '.join(omitted[:3])}{more}; {remedy}"
         fields = corpus.unread(paths, source.suffixes, source.fields, template)
         if fields:

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 def check_text(name: str, value: object) -> None:
     if not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"{name} is {value!r}: give a non-empty string")
+        raise ValueError(f"{name!r} is {value!r}: give a non-empty string")
 
 
 def check_texts(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) and value.strip():
-        raise ValueError(f"{name} is {value!r}: give a list, as in {name}: [{value}]")
+        raise ValueError(f"{name!r} is {value!r}: give a list, as in {name}: [{value}]")
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"{name} is {value!r}: give a list of at least one string")
+        raise ValueError(f"{name!r} is {value!r}: give a list of at least one string")
     for item in value:
         check_text(name, item)
     return tuple(value)
@@ -27,29 +27,29 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
 
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}: give true or false")
+        raise ValueError(f"{name!r} is {value!r}: give true or false")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")
+        raise ValueError(f"{name!r} is {value!r}: use {' or '.join(map(repr, choices))}")
 
 
 def check_whole(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+        raise ValueError(f"{name!r} is {value!r}: give a whole number of at least {least}")
 
 
 def check_number(name: str, value: object, least: float = 0) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{name} is {value!r}: give a number of at least {least:g}")
+        raise ValueError(f"{name!r} is {value!r}: give a number of at least {least:g}")
 
 
 def check_fraction(name: str, value: object, one: bool = False) -> None:
     """Check that a value is at least 0 and below 1; with `one`, 1 is also valid."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
+        raise ValueError(f"{name!r} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
 
 
 def similar(name: str, known: Iterable[str], otherwise: str) -> str:

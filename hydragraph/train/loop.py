@@ -294,7 +294,7 @@ def _session(
 def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
     config = prepared.config
     if start.last is not None and start.last.step > config.steps:
-        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise epochs")
+        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise 'epochs'")
     check_budget(given, batches.tokens)
     if config.evaluates:
         evaluation_streams(config, prepared.tokens)  # raises errors before training starts
@@ -363,7 +363,7 @@ def _load(
     _place(batches, extra["mini_batches"], prepared, owns=not world.local_rank)
     done: int = extra.get("step", last.step)
     if done > steps:
-        raise ValueError(f"the checkpoint pieces are from step {done}, past the last step: set steps to {done} or more")
+        raise ValueError(f"the checkpoint pieces are from step {done}, past the last: set 'steps' to {done} or more")
     return last, done
 
 

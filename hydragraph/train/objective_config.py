@@ -11,7 +11,7 @@ from hydragraph.train.field_checks import CheckedFields, Fraction, Number, check
 def _check_scale(name: str, value: object) -> None:
     check_number(name, value)
     if not value:
-        raise ValueError(f"{name} is 0, which makes every gradient zero: give a number above 0")
+        raise ValueError(f"{name!r} is 0, which makes every gradient zero: give a number above 0")
 
 
 Scale = Annotated[float, _check_scale]
@@ -82,13 +82,13 @@ class ObjectiveConfig:
         objectives = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(objectives) != 1:
             what = "is empty" if not objectives else f"has {' and '.join(objectives)}"
-            raise ValueError(f"objective {what}: give one of dpo, simpo and orpo, such as {{dpo: {{beta: 0.1}}}}")
+            raise ValueError(f"'objective' {what}: give one of dpo, simpo and orpo, such as {{dpo: {{beta: 0.1}}}}")
 
     @classmethod
     def parse(cls, text: str) -> ObjectiveConfig:
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:
-            raise ValueError(f"objective is {text!r}: use {' or '.join(losses)}")
+            raise ValueError(f"'objective' is {text!r}: use {' or '.join(losses)}")
         return cls(**{text: losses[text]()})
 
     @property

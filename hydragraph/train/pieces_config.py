@@ -30,4 +30,4 @@ class PiecesConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.local is None and self.shared is None and not self.peers:
-            raise ValueError("peers is false, and neither local nor shared is set: set one, or leave pieces out")
+            raise ValueError("'peers' is false, and 'local' and 'shared' are not set: set one, or omit 'pieces'")

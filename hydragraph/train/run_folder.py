@@ -85,7 +85,7 @@ class RunFolder:
             )
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
         if last is not None and config.epochs is None and last.step > config.steps:
-            raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
+            raise ValueError(f"{last.path} is past the last step: set 'steps' to {last.step} or more")
         return last
 
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:

@@ -163,8 +163,8 @@ def test_a_schedule_that_inductor_refuses_is_not_verified() -> None:
             ("--set", 'plan={"choose": true, "profile": "p.json"}', "--set", 'strategies=["auto"]'),
             "'strategies: auto' is resolved only when training starts: pass strategies with --strategy",
         ),
-        (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
-        (("--home", "1,2"), "home '1,2': shares has 2 numbers, but the run has 1 rank"),
+        (("--backend", "fast"), "'backend' is 'fast': use 'inductor' or 'eager'"),
+        (("--home", "1,2"), "home '1,2': 'shares' has 2 numbers, but the run has 1 rank"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

@@ -335,7 +335,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--cluster", "empty.yaml", *TYPES, *SOME), "empty.yaml: devices is empty"),
+        (("--cluster", "empty.yaml", *TYPES, *SOME), "empty.yaml: 'devices' is empty"),
         (("--cluster", "unknown.yaml", *TYPES, *SOME), "nodes[1]: unknown device type 'odd': use fast, slow"),
         (("--cluster", "cluster.yaml", *TYPES[:2], *SOME), "device type 'slow' was not measured"),
         (("--cluster", "cluster.yaml", "--profile", "typeless.json", *SOME), "does not name its device type"),
@@ -346,7 +346,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--tokens", "512"), "both set the size"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--context", "64"), "for equal sequences give --length"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--efficiency", "0.5"), "--efficiency uses a datasheet"),
-        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--method", "best"), "method is 'best': use 'auto'"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--method", "best"), "'method' is 'best': use 'auto'"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--running", "<[0]x3>"), "--running: "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "nowhere/plan.yaml"), "does not exist: create it"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "half.yaml"), "half.yaml: rates: rank 1 has 0.5"),

@@ -347,7 +347,7 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
         found.pipeline(Pipeline((Stage((0,), 3),)))
     with pytest.raises(Unsupported, match="constants of whole schemes only"):
         Costs(Profile("p", {(1, 1): Constants(1, 1, 1)}, {1: 9}), cluster(1))
-    with pytest.raises(ValueError, match="health names rank 7"):
+    with pytest.raises(ValueError, match="'health' names rank 7"):
         costs(4, cluster(2), hg.Health({7: 2.0}))
     with pytest.raises(ValueError, match="the assignment uses sequence index 0, but has 0 lengths"):
         hg.simulate(found, Strategy.parse("<tp1,pp1>", 4), Assignment((((0,),),)))

@@ -222,5 +222,5 @@ def test_rough_costs_give_way_to_a_long_sequence() -> None:
 
 
 def test_a_policy_checks_its_fields() -> None:
-    with pytest.raises(ValueError, match="ahead is 0"):
+    with pytest.raises(ValueError, match="'ahead' is 0"):
         Policy(ahead=0)

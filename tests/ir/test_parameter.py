@@ -119,10 +119,10 @@ def test_a_refused_degree_names_the_parameter() -> None:
 @pytest.mark.parametrize(
     ("dim", "segments", "unit", "message"),
     [
-        (-1, (4,), 1, "dim is -1: use a dimension of at least 0"),
-        (0, (), 1, r"segments is \(\), unit is 1"),
-        (0, (4, 0), 1, r"segments is \(4, 0\)"),
-        (0, (4,), 0, "unit is 0"),
+        (-1, (4,), 1, "'dim' is -1: use a dimension of at least 0"),
+        (0, (), 1, r"'segments' is \(\), 'unit' is 1"),
+        (0, (4, 0), 1, r"'segments' is \(4, 0\)"),
+        (0, (4,), 0, "'unit' is 0"),
     ],
 )
 def test_rules_are_checked(dim: int, segments: tuple[int, ...], unit: int, message: str) -> None:

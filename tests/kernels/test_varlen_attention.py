@@ -112,9 +112,9 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "varlen_attention: window is 0; pass a positive number, or None"),
-        ({"chunk": -1}, "chunk is -1"),
-        ({"cap": 0.0}, "cap is 0.0"),
+        ({"window": 0}, "varlen_attention: 'window' is 0; pass a positive number, or None"),
+        ({"chunk": -1}, "'chunk' is -1"),
+        ({"cap": 0.0}, "'cap' is 0.0"),
         ({"sink": torch.zeros(3)}, r"sink of shape \[3\] for 2 query heads; pass one number per query head, \[Hq\]"),
     ],
 )

@@ -227,7 +227,7 @@ def test_rank_without_work_has_no_place():
     ("change", "message"),
     [
         ({"ranks": 3}, "pipeline 1, stage 0: there is no rank 3"),
-        ({"mode": "infer"}, "mode is 'infer'"),
+        ({"mode": "infer"}, "'mode' is 'infer'"),
         ({"micro_batches": [1]}, "for each of the 2 pipelines"),
         ({"rank": 5}, "ranks 0 to 4"),
         ({"outline": model(3)}, "the model has 3"),

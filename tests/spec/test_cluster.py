@@ -64,7 +64,7 @@ def test_one_node_needs_one_link_only() -> None:
     assert cluster.link(0, 3) == FAST
     with pytest.raises(ValueError, match="4 ranks with 2 per node need several nodes: set between_nodes"):
         Cluster.homogeneous(4, device=DEVICE, within_node=FAST, ranks_per_node=2)
-    with pytest.raises(ValueError, match="ranks is 0"):
+    with pytest.raises(ValueError, match="'ranks' is 0"):
         Cluster.homogeneous(0, device=DEVICE, within_node=FAST)
 
 
@@ -81,18 +81,18 @@ def test_link_refuses(a: int, b: int, message: str) -> None:
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (Interconnect, (0, 0), "bytes_per_s is 0"),
-        (Interconnect, (1, -1e-6), "latency_s is -1e-06: give a finite number of at least 0"),
-        (Interconnect, (float("nan"), 0), "bytes_per_s is nan"),
-        (Interconnect, (float("inf"), 0), "bytes_per_s is inf: give a finite number above 0"),
-        (Interconnect, (True, 0), "bytes_per_s is True"),
-        (Device, (0, 1, 1), "flops_per_s is 0"),
-        (Device, (-1, 1, 1), "flops_per_s is -1: give a finite number above 0"),
-        (Device, (1, 0, 1), "memory_bytes is 0"),
-        (Device, (1, 1.5, 1), "memory_bytes is 1.5: give a whole number"),
-        (Device, (1, 1, 0), "memory_bytes_per_s is 0"),
-        (Device, (1, 1, 1, -1), "node is -1"),
-        (Cluster, ((), FAST, SLOW), "devices is empty"),
+        (Interconnect, (0, 0), "'bytes_per_s' is 0"),
+        (Interconnect, (1, -1e-6), "'latency_s' is -1e-06: give a finite number of at least 0"),
+        (Interconnect, (float("nan"), 0), "'bytes_per_s' is nan"),
+        (Interconnect, (float("inf"), 0), "'bytes_per_s' is inf: give a finite number above 0"),
+        (Interconnect, (True, 0), "'bytes_per_s' is True"),
+        (Device, (0, 1, 1), "'flops_per_s' is 0"),
+        (Device, (-1, 1, 1), "'flops_per_s' is -1: give a finite number above 0"),
+        (Device, (1, 0, 1), "'memory_bytes' is 0"),
+        (Device, (1, 1.5, 1), "'memory_bytes' is 1.5: give a whole number"),
+        (Device, (1, 1, 0), "'memory_bytes_per_s' is 0"),
+        (Device, (1, 1, 1, -1), "'node' is -1"),
+        (Cluster, ((), FAST, SLOW), "'devices' is empty"),
         (Cluster, ((FAST,), FAST, SLOW), "use Device(...)"),
         (Cluster, ((DEVICE,), FAST, None), "use Interconnect(...)"),
         (Cluster, ((DEVICE,), FAST, SLOW, (), [Pair(("", ""), 1, 0)] * 2), "have more than one link: give one"),
@@ -110,10 +110,10 @@ def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str)
         (
             "memory_bytes: 9e9",
             "memory_bytes: 80 GB",
-            "devices[1]: memory_bytes is '80 GB': give a finite number above 0",
+            "devices[1]: 'memory_bytes' is '80 GB': give a finite number above 0",
         ),
-        ("memory_bytes: 9e9", "memory_bytes: 80", "devices[1]: memory_bytes is 80: give bytes, such as 80e9"),
-        ("flops_per_s: 2e14", "flops_per_s: 312", "devices[1]: flops_per_s is 312: give FLOP/s, such as 989e12"),
+        ("memory_bytes: 9e9", "memory_bytes: 80", "devices[1]: 'memory_bytes' is 80: give bytes, such as 80e9"),
+        ("flops_per_s: 2e14", "flops_per_s: 312", "devices[1]: 'flops_per_s' is 312: give FLOP/s, such as 989e12"),
         ("latency_s: 0.7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
         ("{bytes_per_s: 5e9, latency_s: 0.7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
         ("within_node: ", "within: ", "cluster: unknown field 'within': did you mean 'within_node'?"),
@@ -203,12 +203,12 @@ def test_links_can_be_scaled(tmp_path: Path) -> None:
     [
         ("{type: l4,", "{type: l40,", "nodes[1]: unknown device type 'l40': use h100, l4"),
         ("[h100, l4]", "[h100, a100]", "pairs: unknown device type 'a100'"),
-        ("[h100, l4]", "[h100]", "pairs[0]: types is ['h100']: name two types"),
-        ("cards: 2", "cards: 3", "nodes[1]: cards is 3, devices is 2"),
+        ("[h100, l4]", "[h100]", "pairs[0]: 'types' is ['h100']: name two types"),
+        ("cards: 2", "cards: 3", "nodes[1]: 'cards' is 3, 'devices' is 2"),
         ("[1e6, 3e9]", "[1e2, 3e9]", "nodes[1].outer: points: sort them by bytes"),
         ("  l4: {flops_per_s: 1.2e14, ", "  l4: {", "types.l4: missing field 'flops_per_s'"),
-        ("memory_bytes: 80e9", "memory_bytes: 80", "types.h100: memory_bytes is 80: give bytes, such as 80e9"),
-        ("latency_s: 5e-6", "latency_s: 5", "nodes[0].inner: latency_s is 5: give seconds, such as 5e-6"),
+        ("memory_bytes: 80e9", "memory_bytes: 80", "types.h100: 'memory_bytes' is 80: give bytes, such as 80e9"),
+        ("latency_s: 5e-6", "latency_s: 5", "nodes[0].inner: 'latency_s' is 5: give seconds, such as 5e-6"),
         ("devices: 4", "devices: 40000000", "devices in all: list at most 65,536"),
         ("devices: 4", "device: 4", "nodes[0]: unknown field 'device': did you mean 'devices'?"),
     ],
@@ -260,7 +260,7 @@ def test_a_type_may_be_written_as_a_number(tmp_path: Path) -> None:
     path.write_text(text.replace("NAME", "4090"))
     assert Cluster.load(path).type_of(1) == "4090"
     path.write_text(text.replace("NAME", "[4090]"))
-    with pytest.raises(ValueError, match=r"type is .*: give the name of a device type"):
+    with pytest.raises(ValueError, match=r"'type' is .*: give the name of a device type"):
         Cluster.load(path)
 
 

@@ -37,7 +37,7 @@ def test_a_file_names_the_ranks_that_are_not_healthy(tmp_path: Path) -> None:
     [
         ("{3: 0.5}", "health.yaml: rates: rank 3 has 0.5"),
         ("{3: slow}", "health.yaml: rates: rank 3 has 'slow'"),
-        ("{fast: 2}", "health.yaml: rates has rank 'fast'"),
+        ("{fast: 2}", "health.yaml: 'rates' has rank 'fast'"),
         ("", "health.yaml contains None: give rates by rank"),
         ("{3: 2, 3: 4}", "health.yaml: not readable as YAML: .*given twice"),
     ],

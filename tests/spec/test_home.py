@@ -40,7 +40,7 @@ def test_a_home_may_be_given_as_its_text() -> None:
     assert home_of("3,1 copies=2") == home_of(home) == home
     assert home_of(None) is None
     given: Any = [3, 1]
-    with pytest.raises(ValueError, match=r"home is \[3, 1\]: give hg\.Home"):
+    with pytest.raises(ValueError, match=r"'home' is \[3, 1\]: give hg\.Home"):
         home_of(given)
 
 
@@ -74,11 +74,11 @@ def test_texts_by_hand() -> None:
         ("1,-1", "shares: rank 1 has -1.0"),
         ("1,nan", "shares: rank 1 has nan"),
         ("1e308,1e308", "sum is inf"),
-        ("1,1 copies=3", "copies is 3: use 1, or 2"),
-        ("1,1 copies=two", "copies is 'two'"),
-        ("1,1 embed=1", "shares is for 2 ranks, buckets.embed is for 1 ranks"),
-        ("1,1 embed=0,0", "buckets.embed is"),
-        ("1,1 nodes=0", "nodes is for 1 ranks"),
+        ("1,1 copies=3", "'copies' is 3: use 1, or 2"),
+        ("1,1 copies=two", "'copies' is 'two'"),
+        ("1,1 embed=1", "'shares' is for 2 ranks, 'buckets.embed' is for 1 ranks"),
+        ("1,1 embed=0,0", "'buckets.embed' is"),
+        ("1,1 nodes=0", "'nodes' is for 1 ranks"),
         ("1,1 nodes=0,0.5", "nodes: rank 1 is on node 0.5"),
         ("1,1 twice", "write copies=2"),
         ("1,1 copies=1 copies=2", "write copies=2"),
@@ -103,7 +103,7 @@ def test_shares_are_a_list_of_numbers(shares: Any) -> None:
         (hg.Home([1, 2, 3]), 2, "has 3 numbers, but the run has 2 ranks: give one number for each rank"),
         (hg.Home([1, 2]), 3, "has 2 numbers, but the run has 3 ranks: give one number for each rank"),
         (hg.Home(copies=2), 1, "two copies on 1 rank: start more ranks"),
-        (hg.Home(nodes=[0, 1]), 3, "nodes has 2 numbers"),
+        (hg.Home(nodes=[0, 1]), 3, "'nodes' has 2 numbers"),
         (hg.Home(buckets={"layer.7": [1, 1]}), 2, "no parameter bucket 'layer.7': use one of embed, layer.0"),
     ],
 )

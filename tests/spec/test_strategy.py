@@ -251,17 +251,17 @@ def test_a_pipeline_may_return_to_its_devices(text: str, name: str, rows: tuple[
 @pytest.mark.parametrize(
     ("devices", "layers", "message"),
     [
-        ((), 1, "devices is empty"),
-        ((0, -1), 1, "devices has -1"),
-        ((True,), 1, "devices has True"),
-        ((0.0,), 1, "devices has 0.0"),
-        ((3, 3), 1, "devices has 3 more than once"),
-        (0, 1, "devices is 0: give a list"),
-        ("01", 1, "devices is '01': give a list"),
+        ((), 1, "'devices' is empty"),
+        ((0, -1), 1, "'devices' has -1"),
+        ((True,), 1, "'devices' has True"),
+        ((0.0,), 1, "'devices' has 0.0"),
+        ((3, 3), 1, "'devices' has 3 more than once"),
+        (0, 1, "'devices' is 0: give a list"),
+        ("01", 1, "'devices' is '01': give a list"),
         ({0, 1}, 1, "give a list"),  # a set has no order
-        ((0,), 0, "layers is 0"),
-        ((0,), 1.0, "layers is 1.0"),
-        ((0,), True, "layers is True"),
+        ((0,), 0, "'layers' is 0"),
+        ((0,), 1.0, "'layers' is 1.0"),
+        ((0,), True, "'layers' is True"),
     ],
 )
 def test_a_stage_refuses(devices: Any, layers: Any, message: str) -> None:
@@ -270,7 +270,7 @@ def test_a_stage_refuses(devices: Any, layers: Any, message: str) -> None:
 
 
 def test_sequence_parallel_is_a_boolean() -> None:
-    with pytest.raises(ValueError, match="sequence_parallel is 1: use true or false"):
+    with pytest.raises(ValueError, match="'sequence_parallel' is 1: use true or false"):
         Stage((0,), 1, sequence_parallel=1)  # type: ignore[arg-type]
 
 
@@ -283,10 +283,10 @@ def test_recompute_is_a_boolean_or_a_budget_in_hundredths(value: object) -> None
 @pytest.mark.parametrize(
     ("make", "argument", "message"),
     [
-        (Pipeline, (), "stages is empty"),
+        (Pipeline, (), "'stages' is empty"),
         (Pipeline, Stage((0,), 1), "give a list"),
         (Pipeline, ((0, 1),), "use Stage(devices=..., layers=...)"),
-        (Strategy, (), "pipelines is empty"),
+        (Strategy, (), "'pipelines' is empty"),
         (Strategy, (Stage((0,), 1),), "use Pipeline(stages=[...])"),
         (
             Strategy,
@@ -307,7 +307,7 @@ def test_pipelines_and_strategies_refuse(make: Any, argument: object, message: s
 
 @pytest.mark.parametrize("schedule", ["1b1f", ["gpipe"], None])
 def test_an_unknown_schedule_is_refused(schedule: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"schedule is {schedule!r}: use '1f1b' or 'gpipe' or 'zb-h1'")):
+    with pytest.raises(ValueError, match=re.escape(f"'schedule' is {schedule!r}: use '1f1b' or 'gpipe' or 'zb-h1'")):
         lopsided(schedule=schedule)
 
 
@@ -315,7 +315,7 @@ def test_an_unknown_schedule_is_refused(schedule: Any) -> None:
     ("text", "layers", "message"),
     [
         ("<tp1,pp1> + <[0]x8>", 8, "'<tp1,pp1> + <[0]x8>': pipeline 1, stage 0: device 0 is already in"),
-        ("<tp1,pp1>", 0, "layers is 0"),
+        ("<tp1,pp1>", 0, "'layers' is 0"),
         ("<tp1,pp1>@000000", 8, "with 8 layers, this text describes a different strategy, <tp1,pp1>@"),
         ("<tp1,pp1>@", 8, "with 8 layers, this text describes a different strategy, <tp1,pp1>@"),
         (str(Strategy.parse("<tp1,pp1>", 8)), 4, "with 4 layers, this text describes a different strategy, <tp1,pp1>@"),
@@ -382,21 +382,21 @@ def test_check_names_the_place_and_the_fix(layers: int, ranks: int, heads: tuple
         ("pipelines: 3", "pipelines: expected a list, but it is 3"),
         ("pipelines: [{stages: {devices: [0], layers: 1}}]", "pipelines[0].stages: expected a list"),
         ("pipelines: [[]]", "pipelines[0]: expected a mapping with stages, but it is []"),
-        ("pipelines: [{stages: []}]", "pipelines[0]: stages is empty"),
-        ("pipelines: [{stages: [{devices: 0, layers: 1}]}]", "pipelines[0].stages[0]: devices is 0: give a list"),
-        ("pipelines: [{stages: [{devices: [0], layers: 0}]}]", "pipelines[0].stages[0]: layers is 0"),
-        ("pipelines: [{stages: [{devices: [0], layers: '1'}]}]", "pipelines[0].stages[0]: layers is '1'"),
-        ("pipelines: [{stages: [{devices: [0], layers: 1, recompute: 1}]}]", "stages[0]: recompute is 1: use true"),
+        ("pipelines: [{stages: []}]", "pipelines[0]: 'stages' is empty"),
+        ("pipelines: [{stages: [{devices: 0, layers: 1}]}]", "pipelines[0].stages[0]: 'devices' is 0: give a list"),
+        ("pipelines: [{stages: [{devices: [0], layers: 0}]}]", "pipelines[0].stages[0]: 'layers' is 0"),
+        ("pipelines: [{stages: [{devices: [0], layers: '1'}]}]", "pipelines[0].stages[0]: 'layers' is '1'"),
+        ("pipelines: [{stages: [{devices: [0], layers: 1, recompute: 1}]}]", "stages[0]: 'recompute' is 1: use true"),
         (
             "pipelines: [{stages: [{devices: [0], layers: 1, offload: 1}]}]",
-            "stages[0]: offload",
+            "stages[0]: 'offload'",
         ),
         (
             "pipelines: [{stages: [{devices: [0], layers: 1, stream: weights}]}]",
-            "stages[0]: stream is 'weights': use true, false or gradients",
+            "stages[0]: 'stream' is 'weights': use true, false or gradients",
         ),
         ("pipelines: [{stages: [{devices: [0], layers: 1, layers: 2}]}]", "field 'layers' is given twice"),
-        ("pipelines: [{stages: [{devices: [0], layers: 1}]}]\nschedule: zb", "schedule is 'zb': use"),
+        ("pipelines: [{stages: [{devices: [0], layers: 1}]}]\nschedule: zb", "'schedule' is 'zb': use"),
         ("pipelines: [", "not readable as YAML"),
     ],
 )
@@ -414,7 +414,7 @@ def test_sums_in_pieces_are_of_tensor_parallel_stages_without_sequence_paralleli
     assert not Stage((0,), 2, sums_in_pieces=True).kind.sums_in_pieces
     with pytest.raises(ValueError, match="sums_in_pieces and sequence_parallel"):
         replace(stage, sequence_parallel=True)
-    with pytest.raises(ValueError, match="sums_in_pieces is 1: use true or false"):
+    with pytest.raises(ValueError, match="'sums_in_pieces' is 1: use true or false"):
         replace(stage, sums_in_pieces=1)  # type: ignore[arg-type]
 
 

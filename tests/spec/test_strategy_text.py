@@ -164,7 +164,7 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("<[-1]x8>", "expected a device", "-"),
         ("<[0 1]x8>", "expected ']'", "1"),
         ("<[0]8>", "expected 'x'", "8"),
-        ("<[0,1,0]x8>", "devices has 0 more than once", "[0,1,0]"),
+        ("<[0,1,0]x8>", "'devices' has 0 more than once", "[0,1,0]"),
         ("<[0]x0,[1]x8>", "number of layers must be at least 1", "0"),
         ("<[0]x8q>", "flags", "q"),
         ("<[0]x8ss>", "flags", "ss"),

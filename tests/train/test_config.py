@@ -52,7 +52,7 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
     config.save(tmp_path / "resolved.yaml")
     assert TrainConfig.load(tmp_path / "resolved.yaml") == config
     assert TrainConfig.load(write(tmp_path, {"check": False})) == config
-    with pytest.raises(ValueError, match="check is 'sometimes'"):
+    with pytest.raises(ValueError, match="'check' is 'sometimes'"):
         TrainConfig.load(write(tmp_path, {"check": "sometimes"}))
 
 
@@ -61,42 +61,42 @@ def test_yaml_takes_off_for_false(tmp_path: Path) -> None:
     [
         ("optimiser", {}, "did you mean 'optimizer'"),
         ("optimizer.lrr", 1, "optimizer: unknown field 'lrr'"),
-        ("optimizer.lr", -1, "optimizer: lr is -1"),
-        ("optimizer.betas", [0.9, 1.0], "optimizer: betas is 1.0"),
-        ("schedule.decay", "step", "schedule: decay is 'step': use 'cosine'"),
-        ("schedule.min_lr_ratio", 1.5, "schedule: min_lr_ratio is 1.5"),
-        ("steps", 0, "steps is 0"),
-        ("steps", True, "steps is True"),
-        ("seed", 2**64, "seed is 18446744073709551616: give a seed below"),
-        ("check", [], "check is []: use"),
-        ("callbacks", "", "callbacks is ''"),
-        ("output", "  ", "output is '  ': give a non-empty string"),
-        ("strategies", [], "strategies is "),
-        ("strategies", 3, "strategies is "),
-        ("data.paths", "texts", "data: paths is 'texts'"),
-        ("data.heldout", 1.0, "data: heldout is 1.0"),
+        ("optimizer.lr", -1, "optimizer: 'lr' is -1"),
+        ("optimizer.betas", [0.9, 1.0], "optimizer: 'betas' is 1.0"),
+        ("schedule.decay", "step", "schedule: 'decay' is 'step': use 'cosine'"),
+        ("schedule.min_lr_ratio", 1.5, "schedule: 'min_lr_ratio' is 1.5"),
+        ("steps", 0, "'steps' is 0"),
+        ("steps", True, "'steps' is True"),
+        ("seed", 2**64, "'seed' is 18446744073709551616: give a seed below"),
+        ("check", [], "'check' is []: use"),
+        ("callbacks", "", "'callbacks' is ''"),
+        ("output", "  ", "'output' is '  ': give a non-empty string"),
+        ("strategies", [], "'strategies' is "),
+        ("strategies", 3, "'strategies' is "),
+        ("data.paths", "texts", "data: 'paths' is 'texts'"),
+        ("data.heldout", 1.0, "data: 'heldout' is 1.0"),
         ("data.heldout", 0.0, "evaluate_every needs held-out documents"),
         ("data.max_length", 97, "data.max_length is 97"),
-        ("dtype", "float16", "dtype is 'float16': use 'float32' or 'bfloat16'"),
-        ("backend", "fast", "backend is 'fast': use 'inductor' or 'eager'"),
+        ("dtype", "float16", "'dtype' is 'float16': use 'float32' or 'bfloat16'"),
+        ("backend", "fast", "'backend' is 'fast': use 'inductor' or 'eager'"),
         ("model.path", "somewhere", "model: give 'architecture'"),
-        ("model.config", [1], "model: config is"),
-        ("max_grad_norm", float("nan"), "max_grad_norm is nan"),
+        ("model.config", [1], "model: 'config' is"),
+        ("max_grad_norm", float("nan"), "'max_grad_norm' is nan"),
         ("max_grad_norm", 0.0, "max_grad_norm is 0: use null for no clipping"),
-        ("label_smoothing", 1.0, "label_smoothing is 1.0: give a number of at least 0 and below 1"),
+        ("label_smoothing", 1.0, "'label_smoothing' is 1.0: give a number of at least 0 and below 1"),
         (
             "plan",
             {"cluster": "c.yaml", "health": "h.yaml"},
-            "plan: health is 'h.yaml', which needs cluster and profile",
+            "plan: 'health' is 'h.yaml', which needs 'cluster' and 'profile'",
         ),
         (
             "plan",
             {"cluster": "c.yaml", "profile": "p.json"},
-            "plan: cluster is 'c.yaml', but has no effect without choose: set 'choose: true'",
+            "plan: 'cluster' is 'c.yaml', but has no effect without 'choose': set 'choose: true'",
         ),
         ("home", {"shares": [1, -1]}, "home: shares: rank 1 has -1"),
         ("home", {"share": [1, 1]}, "home: unknown field 'share': did you mean 'shares'"),
-        ("home", "3,1 copies=3", "home '3,1 copies=3': copies is 3"),
+        ("home", "3,1 copies=3", "home '3,1 copies=3': 'copies' is 3"),
         ("home", 1, "home: expected a mapping with shares, copies, buckets, nodes"),
     ],
 )
@@ -181,7 +181,7 @@ def test_settings_that_are_derived_follow_an_override_of_a_saved_config(tmp_path
     [
         ("steps", "write section.field=value"),
         (".steps=1", "write section.field=value"),
-        ("steps=-1", "steps is -1"),
+        ("steps=-1", "'steps' is -1"),
         ("optimizer.rate=1", "optimizer: unknown field 'rate'"),
         ("steps.more=1", "steps is 6, which has no fields"),
         ("steps=[1", "not readable as YAML"),
@@ -242,8 +242,8 @@ def test_the_demo_is_a_config_for_four_ranks() -> None:
             "elastic.replan needs measured costs: set 'strategies: auto' without plan.cluster, or",
         ),
         ({"elastic.dry_run": True}, "elastic.dry_run has no effect without elastic.replan"),
-        ({"elastic.monitor": "yes please"}, "elastic: monitor is 'yes please'"),
-        ({"elastic.enter": 1.05}, "elastic: enter is 1.05, leave is 1.1: give 1 < leave < enter"),
+        ({"elastic.monitor": "yes please"}, "elastic: 'monitor' is 'yes please'"),
+        ({"elastic.enter": 1.05}, "elastic: 'enter' is 1.05, 'leave' is 1.1: give 1 < leave < enter"),
     ],
 )
 def test_what_a_run_does_about_slow_ranks_is_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

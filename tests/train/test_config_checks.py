@@ -110,7 +110,7 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
             "a stage has tensor-parallel degree 1, but others have tensor-parallel degree 2",
         ),
         ({"elastic": {"copies": 2}}, 1, "two copies on 1 rank: start more ranks, or set copies to 1"),
-        ({"home": "3,1"}, 3, "shares has 2 numbers, but the run has 3 ranks"),
+        ({"home": "3,1"}, 3, "'shares' has 2 numbers, but the run has 3 ranks"),
         ({"compiled": "nowhere"}, 1, "compiled folder nowhere: its manifest.json"),
         ({"callbacks": ["nowhere:x"]}, 1, "callbacks: 'nowhere:x' cannot be loaded"),
         ({"strategies": [{"pipelines": [{"stage": []}]}]}, 1, r"strategies\[0\].*stage"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_told(changed: dict[str, Any], ranks: int, sentence: s
 
 
 def test_of_three_betas_the_config_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"betas is .*: give two numbers"):
+    with pytest.raises(ValueError, match=r"'betas' is .*: give two numbers"):
         config(optimizer={"name": "AdamW", "betas": [0.9, 0.95, 0.99]})
 
 

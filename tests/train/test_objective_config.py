@@ -49,11 +49,11 @@ def test_every_corpus_is_read_as_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"objective": {}}, "objective is empty: give one of dpo, simpo and orpo"),
-        ({"objective": {"dpo": {}, "orpo": {}}}, "objective has dpo and orpo: give one"),
-        ({"objective": "ppo"}, "objective is 'ppo': use dpo or simpo or orpo"),
-        ({"objective": {"dpo": {"beta": -1}}}, r"objective.dpo: beta is -1: give a number of at least 0"),
-        ({"objective": {"simpo": {"beta": 0}}}, r"objective.simpo: beta is 0, which makes every gradient zero"),
+        ({"objective": {}}, "'objective' is empty: give one of dpo, simpo and orpo"),
+        ({"objective": {"dpo": {}, "orpo": {}}}, "'objective' has dpo and orpo: give one"),
+        ({"objective": "ppo"}, "'objective' is 'ppo': use dpo or simpo or orpo"),
+        ({"objective": {"dpo": {"beta": -1}}}, r"objective.dpo: 'beta' is -1: give a number of at least 0"),
+        ({"objective": {"simpo": {"beta": 0}}}, r"objective.simpo: 'beta' is 0, which makes every gradient zero"),
         ({"objective": {"dpo": {"beat": 1}}}, r"objective.dpo: unknown field 'beat': did you mean 'beta'"),
         ({"label_smoothing": 0.1}, r"label_smoothing has no effect with an objective.*objective.dpo.label_smoothing"),
         (

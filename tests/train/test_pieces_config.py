@@ -15,9 +15,9 @@ from tests.train.plain import settings
 @pytest.mark.parametrize(
     ("checkpoint", "sentence"),
     [
-        ({"pieces": {"peers": False}}, "checkpoint.pieces: peers is false, and neither local nor shared is set"),
-        ({"pieces": {"local": 3}}, "checkpoint.pieces: local is 3: give a non-empty string"),
-        ({"pieces": {}, "every": 0}, "checkpoint: every is 0: give a whole number of at least 1"),
+        ({"pieces": {"peers": False}}, "checkpoint.pieces: 'peers' is false, and 'local' and 'shared' are not set"),
+        ({"pieces": {"local": 3}}, "checkpoint.pieces: 'local' is 3: give a non-empty string"),
+        ({"pieces": {}, "every": 0}, "checkpoint: 'every' is 0: give a whole number of at least 1"),
         ({"every": 5}, "checkpoint: 'every' is 5, .* set 'pieces', or use checkpoint_every"),
     ],
 )

@@ -18,7 +18,7 @@ def mode_of(asked: str | bool) -> str:
     """Return a valid check mode (YAML reads `off` as False), or raise ValueError."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
-        raise ValueError(f"check is {asked!r}: use one of {', '.join(map(repr, MODES))}")
+        raise ValueError(f"'check' is {asked!r}: use one of {', '.join(map(repr, MODES))}")
     return AUTO if mode == "auto" else str(mode)
 
 

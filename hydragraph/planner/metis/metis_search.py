@@ -64,7 +64,7 @@ def search(
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.
     """
     if order not in ("naive", "memory", "exact"):
-        raise ValueError(f"order is {order!r}: use 'naive', 'memory' or 'exact'")
+        raise ValueError(f"'order' is {order!r}: use 'naive', 'memory' or 'exact'")
     largest = max(tp for _, tp, _ in profile.measurements)
     if max_tp is None:
         max_tp = min(4, largest) if order == "exact" else largest
@@ -72,7 +72,7 @@ def search(
     if order == "exact":
         return exact(problem, bool(mixed_tp), groups or "all")
     if groups is not None:
-        raise ValueError(f"groups is {groups!r}, but order is {order!r}: leave groups out, or use order='exact'")
+        raise ValueError(f"'groups' is {groups!r}, but 'order' is {order!r}: leave groups out, or use order='exact'")
     return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 

@@ -74,7 +74,7 @@ class MetisProblem:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_tp < 1:
-            raise ValueError(f"batch is {self.batch}, max_tp is {self.max_tp}: both must be at least 1")
+            raise ValueError(f"'batch' is {self.batch}, max_tp is {self.max_tp}: both must be at least 1")
         for kind in self.cluster.counts:
             if kind not in self.profile.types:
                 profiled = ", ".join(self.profile.types)
@@ -94,7 +94,7 @@ class MetisProblem:
     def kinds(self, types: Sequence[str]) -> Ints:
         """Return each rank's type [N] for an order of types."""
         if sorted(types) != sorted(self.types):
-            raise ValueError(f"types are {list(types)}: name each of {list(self.types)} once")
+            raise ValueError(f"'types' is {list(types)}: name each of {list(self.types)} once")
         at = [self.types.index(kind) for kind in types]
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
 

@@ -140,10 +140,10 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
     if "switch" in kinds and (not config.replans or config.elastic.dry_run):
         raise ValueError("fault 'switch' waits for a new plan: set elastic.replan, without elastic.dry_run")
     if "preempt" in kinds and config.ranks < 2 * MACHINES:
-        raise ValueError(f"ranks is {config.ranks}: fault 'preempt' needs {MACHINES} machines of 2 ranks each")
+        raise ValueError(f"'ranks' is {config.ranks}: fault 'preempt' needs {MACHINES} machines of 2 ranks each")
     least = max(map(least_ranks, kinds), default=0)
     if config.ranks < least:
-        raise ValueError(f"ranks is {config.ranks}: set at least {least}, so that a rank survives these faults")
+        raise ValueError(f"'ranks' is {config.ranks}: set at least {least}, so that a rank survives these faults")
     return kinds
 
 

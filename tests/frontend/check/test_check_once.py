@@ -51,7 +51,7 @@ def test_off_checks_nothing_and_other_words_are_refused(caplog: pytest.LogCaptur
         hg.capture(llama(layers=2), check="off")
         hg.capture(llama(layers=2), check=False)  # as YAML reads `off`
     assert not caplog.messages
-    with pytest.raises(ValueError, match="check is 'on'"):
+    with pytest.raises(ValueError, match="'check' is 'on'"):
         check_once.mode_of("on")
 
 

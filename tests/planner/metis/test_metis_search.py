@@ -65,9 +65,9 @@ def test_profiles_are_stretched_and_clusters_of_hydragraph_understood() -> None:
 
 
 def test_what_cannot_be_searched_is_said() -> None:
-    with pytest.raises(ValueError, match="order is 'best': use 'naive', 'memory' or 'exact'"):
+    with pytest.raises(ValueError, match="'order' is 'best': use 'naive', 'memory' or 'exact'"):
         metis.search(made_up(), CLUSTER, 6, 16, "best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="groups is 'all', but order is"):
+    with pytest.raises(ValueError, match="'groups' is 'all', but 'order' is"):
         metis.search(made_up(), CLUSTER, 6, 16, "naive", groups="all")
     small = Cluster({"new": DeviceType(46, 0.01)}, (("new", 4),))
     for order in ("naive", "memory", "exact"):

@@ -68,10 +68,10 @@ def test_kinds_are_read_and_those_that_never_come_are_refused(tmp_path: Path) ->
     assert read_kinds("two, again,kill", config) == ("kill", "two", "again")
     for text, changed, words in (
         ("two,none", config, "unknown fault 'none': choose from\n  kill       Kill a rank.\n  slow"),
-        ("two", replace(config, ranks=2), "ranks is 2: set at least 3, so that a rank survives these faults"),
+        ("two", replace(config, ranks=2), "'ranks' is 2: set at least 3, so that a rank survives these faults"),
         ("checkpoint", replace(config, checkpoint_every=0), "set checkpoint_every"),
         ("switch", config, "set elastic.replan"),
-        ("preempt", config, "ranks is 3: fault 'preempt' needs 2 machines of 2 ranks each"),
+        ("preempt", config, "'ranks' is 3: fault 'preempt' needs 2 machines of 2 ranks each"),
     ):
         with pytest.raises(ValueError, match=words):
             read_kinds(text, changed)
