@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from hydragraph.cost.compiled_blocks import VariantOf
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
-    from hydragraph.spec.stage_kind import StageKind
+    from hydragraph.spec.stage_kind import StageKind, StagePart
     from hydragraph.train.plan_input import CostFiles
 
 Say = Callable[[str], None]
+Ready = Callable[[str, "StagePart"], bool]  # from a block's name
 
 
 @contextmanager
@@ -88,8 +89,10 @@ class PlanInputs:
         return cls(cluster, config, rates, home, CostFiles(measured, read_corrections(asked.corrections)))
 
 
-def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Costs, str]:
-    """Return the costs and a sentence that names their source; with a config, memory is exact.
+def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Costs, str, Ready]:
+    """Return the costs, a sentence that names their source, and which graphs are cached.
+
+    With a config, memory is exact.
 
     Raises:
         ValueError: profiles and model do not match.
@@ -106,7 +109,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     if config is None:
         assert measured is not None, "PlanOptions.check requires a profile or a model"
         costs = Costs(measured, cluster, inputs.health, home=inputs.home, corrections=corrections)
-        return costs, f"{costs.source}; memory predicted from the profile"
+        return costs, f"{costs.source}; memory predicted from the profile", lambda *_: False
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
@@ -121,11 +124,15 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = costs_of_run(config, measured, cluster, corrections, blocks=blocks)
     costs = costs.changed(health=inputs.health, home=inputs.home)
-    return costs, f"{costs.source}; memory computed from compiled graphs"
+    named = {block.name: block for block in program.blocks}
+    source = f"{costs.source}; memory computed from compiled graphs"
+    return costs, source, lambda block, part: variants.traced(named[block], part)
 
 
-def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
-    """Compile the graphs of all kinds of stages; return costs without kinds that did not begin within `seconds`.
+def compile_graphs(
+    costs: Costs, seconds: float | None, backwards: bool = False, ready: Ready = lambda *_: False
+) -> Costs:
+    """Compile the graphs of all kinds of stages; return costs without kinds that were not `ready` within `seconds`.
 
     Kinds without sequence parallelism and recomputation are compiled first, or last if `backwards`. Kinds with one
     device per stage are always compiled.
@@ -142,12 +149,26 @@ def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False)
         kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
     late: set[StageKind] = set()
     for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind), reverse=backwards):
-        if kind.tp > 1 and until is not None and time.monotonic() > until:
+        part = StagePart(kind, 0)
+        over = kind.tp > 1 and until is not None and time.monotonic() > until
+        if over and not all(ready(block, part) for block in examples.values()):
             late.add(kind)
             continue
         for block in examples.values():
-            costs.blocks.adds(block, StagePart(kind, 0))
+            costs.blocks.adds(block, part)
     return costs.changed(profile=_without(costs.profile, late)) if late else costs
+
+
+def excluded_text(before: Costs, after: Costs) -> str:
+    kept = {kind for profile in (after.profile, *after.profile.others) for kind in profile.pieces}
+    every = {kind for profile in (before.profile, *before.profile.others) for kind in profile.pieces}
+    count = len(every - kept)
+    if not count:
+        return ""
+    return (
+        f"; {count} kind{'s' * (count > 1)} of stages, not compiled before the deadline, excluded: try again, because "
+        "compiled graphs are cached"
+    )
 
 
 def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
@@ -202,7 +223,7 @@ def _end_with_command() -> None:
 def _compile_backwards() -> None:
     asked = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_command, daemon=True).start()
-    costs, _ = costs_of_plan(asked, PlanInputs.read(asked), lambda _: None)
+    costs, *_ = costs_of_plan(asked, PlanInputs.read(asked), lambda _: None)
     compile_graphs(costs, None, backwards=True)
 
 

@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from hydragraph.commands.options import stated_size
-from hydragraph.commands.plan_costs import PlanInputs, compile_graphs, compiled_from_both_ends, costs_of_plan
+from hydragraph.commands.plan_costs import (
+    PlanInputs,
+    compile_graphs,
+    compiled_from_both_ends,
+    costs_of_plan,
+    excluded_text,
+)
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.schedule_names import planned_schedules
@@ -92,10 +98,12 @@ def _plan(
             said.add(what)
 
         with compiled_from_both_ends(asked):
-            costs, source = costs_of_plan(asked, inputs, say)
+            costs, source, ready = costs_of_plan(asked, inputs, say)
             running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
             if config is not None:
-                costs = compile_graphs(costs, left(COMPILING))
+                compiled = compile_graphs(costs, left(COMPILING), ready=ready)
+                source += excluded_text(costs, compiled)
+                costs = compiled
         say("searching")
         schedules = planned_schedules(_backend(config))
         streaming = config is None or not config.deterministic

@@ -53,6 +53,8 @@ class Cache(Protocol):
 
     def variant(self, spec: VariantSpec) -> Variant | None: ...
 
+    def has(self, spec: VariantSpec) -> bool: ...
+
     def keep(self, spec: VariantSpec, variant: Variant) -> None: ...
 
 
@@ -113,6 +115,11 @@ class Variants:
 
         variant = self._known.get(key, make)
         return variant if self._backend != "eager" else _on(variant, self._device)
+
+    def traced(self, block: Block, part: StagePart) -> bool:
+        """Return whether `get` need not trace."""
+        spec = self.spec(block, part)
+        return self._key(spec) in _shared or (self._cache is not None and self._cache.has(spec))
 
     def _key(self, spec: VariantSpec) -> Hashable:
         how = (spec.learning, self._how, spec.passes)

@@ -19,7 +19,7 @@ import hydragraph as hg
 from hydragraph import cli
 from hydragraph.commands import plan_costs
 from hydragraph.commands import plan_devices as command
-from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends
+from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, excluded_text
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.cost.costs import Costs
 from hydragraph.data.tokenizer import train_bpe
@@ -151,6 +151,15 @@ def test_kinds_of_stages_that_there_was_no_time_to_compile_are_left_out() -> Non
     left = compile_graphs(costs, -1.0)
     assert {kind.tp for name in costs.cluster.types for kind in left.profile.of(name).pieces} == {1, 4}
     assert hg.plan(left, hg.Workload(sequences=8, length=64)).seconds > 0
+    assert excluded_text(costs, costs) == ""
+    assert excluded_text(costs, left).startswith("; 2 kinds of stages, not compiled before the deadline, excluded")
+
+
+def test_kinds_that_the_other_process_has_compiled_are_kept_at_the_deadline() -> None:
+    costs = priced.costs(LAYERS, priced.mixed())
+    left = compile_graphs(costs, -1.0, ready=lambda _, part: bool(part.kind.recompute))
+    kept = {kind for kind in left.profile.pieces if kind.tp == 2}
+    assert kept == {StageKind(2, False, True)}
 
 
 def test_another_process_compiles_graphs_from_the_other_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ class VariantCache:
         path = _path(spec)
         return user_cache.read_packed(path, lambda content: variant_of(read_json(content, path.name), spec, path.name))
 
+    def has(self, spec: VariantSpec) -> bool:
+        return _path(spec).exists()
+
     def keep(self, spec: VariantSpec, variant: Variant) -> None:
         user_cache.write_packed(_path(spec), lambda: variant_data(variant), MOST)
 

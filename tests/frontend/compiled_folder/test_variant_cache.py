@@ -131,3 +131,13 @@ def test_inductor_compiles_what_the_cache_has(traced: list[str], monkeypatch: py
         Variants(program, backend="inductor", cache=VariantCache()).get(program.blocks[0], PARTS[0])
     assert len(traced) == 1
     assert fields(compiled[0]) == fields(compiled[1])
+
+
+def test_whether_graphs_are_cached_is_known_without_reading_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = captured("llama")[0].blocks[1]
+    part = StagePart(StageKind(2))
+    assert not variants().traced(block, part)
+    variants().get(block, part)
+    monkeypatch.setattr("hydragraph.passes.variants._shared", {})
+    assert variants().traced(block, part)
+    assert not variants().traced(block, StagePart())
