@@ -230,7 +230,7 @@ def finalists(
 
 
 class _Queue:
-    """Queue of proposals, the most promising first, with micro-batches formed as in a run if they are then faster.
+    """Queue of proposals, the most promising first; micro-batches are formed as in a run if that is faster.
 
     Forming micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
     """

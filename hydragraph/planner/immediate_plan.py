@@ -3,7 +3,7 @@
 The result is the fastest of these candidates that fits in memory:
 
 - the running and earlier strategies, if they use no lost rank;
-- the running strategy without slow pipelines, or with these rebuilt, with or without slow ranks;
+- the running strategy with slow pipelines removed, or rebuilt with or without slow ranks;
 - results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
 """
 
@@ -66,7 +66,7 @@ def plan_at_once(
 
     Args:
         others: further candidates, the running strategy first; ranks outside the cluster count as lost.
-        deadline_s: seconds after which no further estimate starts, once there are `FEWEST`.
+        deadline_s: seconds after which no estimate starts, unless fewer than `FEWEST` exist.
     """
     began = time.monotonic()
     batch = sample(workload)

@@ -165,7 +165,7 @@ class Yard:
         """Return a pipeline of these devices with layers divided by rate; None if the model does not fit.
 
         Args:
-            pipeline: its largest tensor-parallel degree is kept if possible.
+            pipeline: pipeline whose largest tensor-parallel degree is kept if possible.
             pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)

@@ -40,7 +40,7 @@ class Decision:
     Attributes:
         static: the best static candidate, if any.
         gain: fraction of the static candidate's time that choosing per iteration saves.
-        seconds: total seconds of each candidate (infinite if some mini-batch does not fit), and last, of choosing.
+        seconds: total seconds of each candidate (infinite if some mini-batch does not fit); the last is for choosing.
     """
 
     static: int | None

@@ -279,7 +279,7 @@ def owners(
 def owners_by_block(
     costs: Costs, strategy: Strategy, assignment: Assignment, worth: Callable[[Home], bool] = lambda home: True
 ) -> tuple[Home, tuple[int, ...]] | None:
-    """Choose owners of each block; return the home and every rank's peak memory, None if no home fits.
+    """Choose owners of each block; return the home and every rank's peak memory, or None if no home fits.
 
     If stages stream, ranks with too little memory get smaller shares.
 

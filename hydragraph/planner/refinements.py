@@ -129,7 +129,7 @@ def _computing_s(costs: Costs, plan: Settled, strategy: Strategy) -> float:
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
-    """Return the strategy with `visits` stages of about equally many layers per device, if possible."""
+    """Return the strategy with `visits` about equally large stages per device, or None if impossible."""
     if strategy.shares or strategy.interleaved:
         return None
     pipelines = tuple(Pipeline(tuple(_turns(pipeline.stages, visits))) for pipeline in strategy.pipelines)
@@ -152,7 +152,7 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
-    """Yield simulations of a strategy with the plan's home, and with owners by block if that is faster than `below`."""
+    """Simulate a strategy with the plan's home and, if faster than `below`, with owners by block."""
 
     @cache  # a simulation takes less time than memory, so it comes first
     def tried(home: Home) -> Settled:

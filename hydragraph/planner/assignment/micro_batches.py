@@ -187,7 +187,7 @@ def form_in_order(
     table: ScheduleTable,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form`, with micro-batches in the order that ends earliest, and this end time.
+    """Return the result of `form`, reordered to end earliest, and the end time.
 
     Args:
         stages: number of stages, including interleaved stages.

@@ -61,7 +61,7 @@ class AssignmentProblem:
 def problem_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
 ) -> AssignmentProblem:
-    """Return the arrays of a mini-batch without empty sequences.
+    """Convert a mini-batch to arrays, skipping empty sequences.
 
     Args:
         formed: whether pipelines divide their work into micro-batches; if not, Eq. 2 of Hydraulis gives their end

@@ -73,7 +73,7 @@ def simple(
 
     Args:
         sizes: possible numbers of sequences per micro-batch.
-        apart: include plans on a single node.
+        apart: also return plans on a single node.
     """
     market = market or Market(costs)
     nodes = nodes_of(costs)

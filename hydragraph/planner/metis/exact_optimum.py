@@ -237,7 +237,7 @@ def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: i
 def replica_rows(
     tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
 ) -> int:
-    """Write the rows of `upto` for a mixed stage's replicas; return the next row, -1 if one was not measured."""
+    """Write a mixed stage's rows of `upto`; return the next row, or -1 if a replica was not measured."""
     shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
     width = group // dp
     for i in range(dp):

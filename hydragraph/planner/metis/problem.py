@@ -88,7 +88,6 @@ class MetisProblem:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """Device types, in the order of `Tables`."""
         return tuple(self.cluster.counts)
 
     def kinds(self, types: Sequence[str]) -> Ints:
