@@ -147,7 +147,6 @@ class Compiler:
 
     @property
     def variants(self) -> tuple[CompiledVariant, ...]:
-        """Variants in order of compilation."""
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:

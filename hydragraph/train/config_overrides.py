@@ -33,12 +33,12 @@ def differences(before: Config, after: Config) -> list[str]:
 
 
 def given_plan(config: Any) -> Any:
-    """Return a training config's plan without the choice that "auto" implies."""
+    """Return a training config's plan without the `choose` that "auto" implies."""
     return replace(config.plan, choose=False) if config.automatic and config.plan.cluster is None else config.plan
 
 
 def underived(config: Any) -> dict[str, Any]:
-    """Return a training config's fields; those that loading derives have their defaults, so that overrides apply."""
+    """Return a config's fields, with defaults for those that loading derives, so that overrides apply."""
     data: dict[str, Any] = plain(asdict(config))
     data["plan"] = plain(asdict(given_plan(config)))
     if config.elastic.copies > 1:

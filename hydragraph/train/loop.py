@@ -333,7 +333,7 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
 
 
 def _place(batches: MiniBatches | Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
-    """Continue in the mini-batches of a checkpoint; delete a run's copy of changed data if the data is refused.
+    """Continue at a checkpoint's mini-batch; if the data has changed and is refused, delete the run's copy.
 
     Args:
         owns: whether this rank prepares its host's data.

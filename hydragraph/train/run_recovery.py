@@ -42,9 +42,7 @@ _FENCED_S = 1.0  # maximum wait if a disconnected machine has ended its ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Continue the run with the remaining and joining ranks. Return the new `Run`, and "" or the reason why the run
-    must end.
-    """
+    """Continue with the remaining and joining ranks; return the new `Run`, and why it must end ("" if it continues)."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(state.untold, run.world.ranks)
@@ -99,7 +97,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
 
 
 def trace_anew(run: Run) -> None:
-    """If the run is traced, trace the next steps on all ranks instead."""
+    """If the run is traced, discard its trace and trace the next steps on all ranks."""
     if any(run.world.gather(run.executor.spans is not None)):
         run.executor.spans = []
         run.traced.clear()

@@ -85,7 +85,7 @@ def rehoming(
 
     Args:
         running: the current home; `nodes` must be set if there are copies.
-        given: the user's home, which is restored without a slow rank, even if the move does not pay off.
+        given: the user's home, which is restored once no rank is slow, even if the move does not pay off.
         buckets: buckets of the state. Without `question`, all buckets have the same shares in the new home.
         question: if given, the home from `choose_home` is also a candidate, and times include exchanges of state.
 
