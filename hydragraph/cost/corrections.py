@@ -84,7 +84,6 @@ class Corrections:
 
     @property
     def health(self) -> Health:
-        """Rates of the stragglers."""
         rates = {}
         for type_ in dict.fromkeys(self.types):
             logs = {r: self._computing(r) for r, own in enumerate(self.types) if own == type_ and self._computing(r)}

@@ -2,7 +2,7 @@
 
 In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
 heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
-takes half as many. The backward takes twice as many operations, or as many for frozen weights. Tensor-parallel sums are
+takes half as many. The backward takes twice as many operations (as many for frozen weights). Tensor-parallel sums are
 priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 

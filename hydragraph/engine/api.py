@@ -178,9 +178,9 @@ def compile(
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether this rank joins running ranks later (`move`). Pass their arguments, but a meta model.
+        joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
         deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum fp32 bytes in flight, of gradients and of weights; default: 2 largest blocks (1 if streaming).
+        window: maximum fp32 bytes of gradients in flight, and of weights; default: 2 largest blocks (1 if streaming).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 

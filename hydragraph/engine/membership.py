@@ -137,7 +137,6 @@ class Membership(IterationRunner):
 
     @property
     def groups(self) -> Groups:
-        """This process's communicators."""
         return self._session.groups
 
     @property

@@ -128,7 +128,7 @@ def meet_again(
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
         raise failure or ValueError(
-            "survive: ranks cannot recover: pass elastic=hg.Elastic() to launch, and call survive after a step raises"
+            "survive: ranks cannot recover; pass elastic=hg.Elastic() to launch, and call survive after a step raises"
         )
     began = time.monotonic()
     reasons: list[str] = []

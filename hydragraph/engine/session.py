@@ -73,7 +73,7 @@ class Session:
 
         Args:
             alike: named texts that must be identical on all ranks.
-            log: progress of the state that `fill` provides, or None for new state.
+            log: progress log of the state that `fill` provides, or None for new state.
             ending: earlier session of the same world; its communicators and unmoved state are reused.
 
         Raises:

@@ -19,7 +19,7 @@ KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 @dataclass(frozen=True)
 class BucketLayouts:
-    """Home layout of a bucket, and the layout in which stages use the bucket, with the kinds of gradients."""
+    """Home layout of a bucket, and the layout (with gradient kinds) in which stages use the bucket."""
 
     bucket: Bucket
     home: Layout
