@@ -183,7 +183,7 @@ def _spells_names(function: FunctionType) -> bool:
 
 
 def _beside_a_rate(function: FunctionType, calls: bool = False) -> bool:
-    """Return whether `training` stands only beside rates and, if `calls`, in calls of functions such as dropout."""
+    """Return whether `training` occurs only next to rates and, if `calls`, in calls to functions such as dropout."""
     tree = _syntax(function)
     if tree is None:
         return False

@@ -143,7 +143,6 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
 
 
 def _drops_an_end(node: fx.Node) -> bool:
-    """Return whether an operator is x[1:] or x[:-1]."""
     first, *others = operands(node)
     slices = node.target in (aten.slice.Tensor, aten.narrow.default)
     strided = node.target is aten.slice.Tensor and others[3:] not in ([], [1])

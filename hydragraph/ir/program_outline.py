@@ -65,7 +65,7 @@ class Outline:
                 )
         if self.elements and len(self.elements) != len(self.buckets):
             raise ValueError(
-                f"elements has {len(self.elements)} numbers for {len(self.buckets)} buckets: give one per bucket"
+                f"'elements' has {len(self.elements)} numbers for {len(self.buckets)} buckets: give one per bucket"
             )
         strangers = set(self.frozen) - {name for name, _ in self.buckets}
         if strangers:

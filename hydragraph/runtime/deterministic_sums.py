@@ -86,14 +86,14 @@ class Deterministic:
                         f"the stage on devices {list(stage.devices)} streams, so its gradients are rounded to fp32 "
                         "after every micro-batch",
                         where=f"{_WHERE}, strategy {strategy}",
-                        remedy="leave out stream (w and g in strategy text), or train without deterministic",
+                        remedy="leave out 'stream' (w and g in strategy text), or train without 'deterministic'",
                     )
                 if stage.kind.sums_in_pieces:
                     raise Unsupported(
                         f"the stage on devices {list(stage.devices)} has sums in pieces: products of fewer tokens "
                         "may not be bitwise equal to whole products",
                         where=f"{_WHERE}, strategy {strategy}",
-                        remedy="leave out sums_in_pieces (p in strategy text), or train without deterministic",
+                        remedy="leave out sums_in_pieces (p in strategy text), or train without 'deterministic'",
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(
@@ -114,7 +114,7 @@ class Deterministic:
             raise Unsupported(
                 f"a mini-batch has {sequences} sequences, but sums are exact for at most {most}",
                 where=_WHERE,
-                remedy="use smaller mini-batches, or train without deterministic",
+                remedy="use smaller mini-batches, or train without 'deterministic'",
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -124,7 +124,7 @@ class Deterministic:
             raise Unsupported(
                 "with fused=True, the last elements of each shard are rounded differently from the others",
                 where=f"{_WHERE}, optimizer {type(optimizer).__name__}",
-                remedy="leave fused out, or use hydragraph.AdamW",
+                remedy="omit 'fused', or use hydragraph.AdamW",
             )
 
 

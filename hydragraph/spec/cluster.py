@@ -470,7 +470,7 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
     points = []
     for point in rows:
         if not isinstance(point, list | tuple) or len(point) != 2:
-            raise ValueError(f"points has {point!r}: give [bytes, bytes_per_s]")
+            raise ValueError(f"'points' has {point!r}: give [bytes, bytes_per_s]")
         points.append((float(_positive("bytes", point[0])), float(_positive("bytes_per_s", point[1]))))
     if any(a[0] >= b[0] for a, b in pairwise(points)):
         raise ValueError("points: sort them by bytes, and give each size once")

@@ -90,7 +90,7 @@ class Pipeline:
             raise ValueError("'stages' is empty: a pipeline needs at least one stage")
         for stage in self.stages:
             if not isinstance(stage, Stage):
-                raise ValueError(f"stages has {stage!r}: use Stage(devices=..., layers=...)")
+                raise ValueError(f"'stages' has {stage!r}: use Stage(devices=..., layers=...)")
 
     @property
     def devices(self) -> tuple[int, ...]:

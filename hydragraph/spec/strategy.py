@@ -52,7 +52,7 @@ class Strategy:
             raise ValueError("'pipelines' is empty: a strategy needs at least one pipeline")
         for pipeline in self.pipelines:
             if not isinstance(pipeline, Pipeline):
-                raise ValueError(f"pipelines has {pipeline!r}: use Pipeline(stages=[...])")
+                raise ValueError(f"'pipelines' has {pipeline!r}: use Pipeline(stages=[...])")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"'schedule' is {self.schedule!r}: use {' or '.join(map(repr, SCHEDULES))}")
         self._check_devices()

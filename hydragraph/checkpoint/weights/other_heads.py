@@ -1,4 +1,4 @@
-"""Detection of stored heads to skip, because only other classes of the model's family have them.
+"""Detection of stored heads that only other classes of the model's family have, so that they are skipped.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """

@@ -139,7 +139,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
         raise Unsupported(
             f"peft cannot merge these adapters ({error})",
             where="save_pretrained",
-            remedy="omit merged, and load the adapters with peft.PeftModel.from_pretrained",
+            remedy="omit 'merged', and load the adapters with peft.PeftModel.from_pretrained",
         ) from error
     weights = dict(base.named_parameters(remove_duplicate=False))
     apart = {k: source for k, source in tied.items() if not torch.equal(weights[k], weights[source])}
@@ -155,7 +155,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
         raise Unsupported(
             f"an adapter changes only one of two tied weights, {others[0]} and {apart[others[0]]}",
             where="save_pretrained",
-            remedy="omit merged, and load the adapters with peft.PeftModel.from_pretrained",
+            remedy="omit 'merged', and load the adapters with peft.PeftModel.from_pretrained",
         )
     for config in configs:
         config.tie_word_embeddings = False

@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, Stored]:
     absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
         raise ValueError(
-            f"pretrained {path}: {_INDEX} lists tensors that no file has: {shortened(absent)}: copy the directory again"
+            f"pretrained {path}: {_INDEX} lists tensors that no file has ({shortened(absent)}): copy all files"
         )
     return tensors
 

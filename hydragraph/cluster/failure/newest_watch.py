@@ -23,7 +23,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
     """Return this process's watch over a process group; after a failure or a close, create a new watch.
 
     Args:
-        group: the process group, or None if it does not exist yet and the next call passes it.
+        group: the process group, or None until the next call passes it.
         store: returns the ranks' store; called only for a new watch.
     """
     newest = _Newest

@@ -105,7 +105,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        formed: members in rank order, by number of the current generation and of those in whose layout state is held.
+        formed: members in rank order, by generation: the current one, and those in whose layout members hold state.
     """
 
     orders: Orders = Orders()

@@ -107,7 +107,7 @@ def load(
         raise Refused(folder, f"{PROGRAM}: {error}") from None
     if dtype not in (None, program.dtype):
         remedy = f"pass dtype={program.dtype}, or write the folder again with the dtype that you need"
-        raise Refused(folder, f"it computes in {program.dtype}, but dtype is {dtype}", remedy)
+        raise Refused(folder, f"it computes in {program.dtype}, but 'dtype' is {dtype}", remedy)
     _refuse_more(folder, manifest)
     graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
     if trust and FILE in contents:

@@ -422,7 +422,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no key": (
         index_of({"model.gone.weight": "part.safetensors"}),
         "ValueError",
-        "lists tensors that no file has: model.gone.weight in part.safetensors: copy the directory again",
+        "lists tensors that no file has (model.gone.weight in part.safetensors): copy all files",
     ),
     "pickled": (pickle, "Unsupported", "its weights are pickle files (.bin)"),
     "nothing": (lose, "ValueError", "has neither model.safetensors nor model.safetensors.index.json"),

@@ -161,7 +161,7 @@ def test_another_model_dtype_or_number_of_ranks_is_refused(folder: Path) -> None
     strategy = hg.Strategy.parse("<[0]x2>", layers=2)
     with pytest.raises(Refused, match="from another model: intermediate_size is 104, but was 102"):
         hg.compile(llama(layers=2, width=104), strategy, device="cpu", compiled=folder)
-    with pytest.raises(Refused, match=r"it computes in torch\.float32, but dtype is torch\.bfloat16; pass dtype="):
+    with pytest.raises(Refused, match=r"it computes in torch\.float32, but 'dtype' is torch\.bfloat16; pass dtype="):
         hg.compile(llama(layers=2), strategy, dtype=torch.bfloat16, device="cpu", compiled=folder)
     with pytest.raises(Refused, match=r"compiled for 1 ranks, but this run has 3; .*--ranks 3"):
         load(folder, ranks=3)
