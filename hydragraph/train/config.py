@@ -252,8 +252,8 @@ class DataConfig(SourceConfig):
             if value != source.default and any(getattr(member, name) != value for member in self.mixture):
                 raise ValueError(f"{name} does not apply to a mixture: set {name} in its corpora instead")
         for name, value in self.evaluation.items():
-            if not name or not set(name) <= _NAME_LETTERS:
-                raise ValueError(f"evaluation: the name {name!r} is invalid: use letters, digits, - and _")
+            if name in ("", "heldout") or not set(name) <= _NAME_LETTERS:
+                raise ValueError(f"evaluation: name a set by letters, digits, - and _ (not heldout), not {name!r}")
             if not isinstance(value, SourceConfig):
                 raise ValueError(f"evaluation.{name} is {value!r}: give a mapping with paths")
         if not isinstance(self.template_arguments, Mapping):

@@ -21,6 +21,7 @@ from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import vocabulary_of
 from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import adapted, skeleton
 from hydragraph.train.run_folder import Checkpoint, RunFolder
@@ -28,7 +29,8 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
     model.load_state_dict(dict(state), assign=True)  # `assign` also works on the meta device
-    model.tie_weights()
+    if not is_peft(model):  # only adapters are written, and tie_weights fails if they replace a tied module
+        model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
     with file_errors(directory, directory):
         model.save_pretrained(str(directory))

@@ -133,14 +133,14 @@ class ReferenceScores:
 
 
 def model_identity(config: TrainConfig) -> str:
-    """Describe a model by its settings, and by the sizes and modification times of its files."""
+    """Describe a model by its settings and dtype, and by its files' sizes and modification times."""
     model = config.model
     if model.directory is None:
-        return json.dumps([model.architecture, model.config, config.seed], default=str)
+        return json.dumps([model.architecture, model.config, config.dtype, config.seed], default=str)
     folder = Path(model.directory).absolute()
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    return json.dumps([model.architecture, model.config, str(folder), files], default=str)
+    return json.dumps([model.architecture, model.config, config.dtype, str(folder), files], default=str)
 
 
 def train_name(member: int) -> str:

@@ -87,7 +87,7 @@ def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
         "strategies: auto  # planned for the measured devices when training starts; or your own, such as 2*<tp1,pp1>",
         "# ranks: 4  # processes on all machines; default: one per GPU",
         f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000" if found.data else "steps: 100",
-        *(_FINE_TUNING if found.model is not None else _PRETRAINING),
+        *_optimizer(found),
         *(["dtype: bfloat16  # dtype of the computation; weights stay float32"] if cuda else []),
         f"device: {'cuda' if cuda else 'cpu'}",
         "evaluate_every: 50  # steps between evaluations on held-out documents; or evaluate_per_epoch: 1",
@@ -189,11 +189,17 @@ _PRETRAINING = [
     "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
     "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
 ]
-_FINE_TUNING = [
-    "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # about 2e-4 with adapters",
-    "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
-    "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # trains only adapters, which needs less memory",
-]
+
+
+def _optimizer(found: InspectedPaths) -> list[str]:
+    if found.model is None:
+        return _PRETRAINING
+    rate, adapters = ("1.0e-6", "2e-5") if found.format == "preference" else ("1.0e-5", "2e-4")
+    return [
+        f"optimizer: {{name: AdamW, lr: {rate}, weight_decay: 0.0}}  # about {adapters} with adapters",
+        "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+        "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # trains only adapters, which needs less memory",
+    ]
 
 
 def _positions(model: Path) -> int:

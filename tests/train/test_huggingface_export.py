@@ -32,7 +32,7 @@ from hydragraph.runtime.home_state import HomeState
 from hydragraph.spec.home import EQUAL
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import ModelConfig, TrainConfig
-from hydragraph.train.huggingface_export import export_checkpoint
+from hydragraph.train.huggingface_export import export, export_checkpoint
 from hydragraph.train.loop import train
 from hydragraph.train.model import adapted, skeleton
 from hydragraph.train.run_folder import Begin, RunFolder
@@ -145,6 +145,20 @@ def test_merged_adapters_are_added_to_the_weights(family: str, tmp_path: Path) -
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_a_trained_head_beside_adapters_is_exported_although_it_was_tied(tmp_path: Path) -> None:
+    base, _ = build("gpt2")
+    lora = {"lora": {**LORA["lora"], "modules_to_save": ["lm_head"]}}
+    config = from_record(TrainConfig, {**settings(tmp_path), "adapter": lora})
+    model = trained(adapted(copy.deepcopy(base), config.adapter, config.seed))
+    folder = run_of(base, base, tmp_path)
+    export(
+        adapted(copy.deepcopy(base), config.adapter, config.seed), model.state_dict(), folder.tokenizer, tmp_path / "to"
+    )
+    (head,) = (tensor for name, tensor in model.named_parameters() if "modules_to_save" in name)
+    (stored_head,) = (tensor for name, tensor in stored(tmp_path / "to").items() if "lm_head" in name)
+    assert torch.equal(stored_head, head)
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -71,6 +71,8 @@ def test_records_are_recognised(kind: str, with_model: bool, tmp_path: Path, mod
     check_data(config)
     assert (config.model.path == str(model)) is with_model
     assert (config.objective is not None) == ("rejected" in RECORDS[kind])
+    if with_model:
+        assert config.optimizer.lr == (1e-6 if "rejected" in RECORDS[kind] else 1e-5), "docs/preferences.md"
     assert (config.data.max_length, config.epochs) == (
         64 if with_model else 256,
         1 if kind in ("text", "content") else 3,
