@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,6 +31,7 @@ from hydragraph.commands.options import (
     verb,
     with_strategies,
 )
+from hydragraph.commands.progress import Say, progress
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -116,24 +116,24 @@ def check_command(options: CheckOptions) -> None:
     check_strategies(config.strategies, config.model, ranks)
     config.home.check(ranks)
 
-    from hydragraph.report.memory_fit import advice, fit
-    from hydragraph.spec.home_text import owners_text
-    from hydragraph.train.config_checks import check_settings
-    from hydragraph.train.model_flops import step_flops
-
-    if config.plan.cluster is not None:
-        read_costs(config.plan, config.ranks)
-    check_settings(replace(config, device=config.device or "cuda"), ranks)
-    trainable = _look_at_data(config)
-    cluster = _with_memory(options, config, cluster)
-    strategies, costs, program = _costs(config, cluster, files, options.efficiency)
-    peak = math.fsum(device.flops_per_s for device in cluster.devices)
     priced = options.prices(config)
     comparable = priced and (options.profile is None or options.cluster is not None)
-    screen = Console(stderr=True)
-    fits = []
-    for strategy in strategies:
-        with screen.status(escape(f"checking {strategy.name}")):
+    with progress("importing PyTorch") as say:
+        from hydragraph.report.memory_fit import advice, fit
+        from hydragraph.spec.home_text import owners_text
+        from hydragraph.train.config_checks import check_settings
+        from hydragraph.train.model_flops import step_flops
+
+        if config.plan.cluster is not None:
+            read_costs(config.plan, config.ranks)
+        check_settings(replace(config, device=config.device or "cuda"), ranks)
+        trainable = _look_at_data(config)
+        cluster = _with_memory(options, config, cluster)
+        strategies, costs, program = _costs(config, cluster, files, options.efficiency, say)
+        peak = math.fsum(device.flops_per_s for device in cluster.devices)
+        fits = []
+        for number, strategy in enumerate(strategies, start=1):
+            say(f"checking {strategy.name} ({number} of {len(strategies)})")
             assignment = _step(config, costs, strategy, files.lengths, known)
             fitting = fit(costs, strategy, assignment)
             flops = step_flops(program, [n for n in assignment.lengths if n])
@@ -230,16 +230,16 @@ def _look_at_data(config: TrainConfig) -> bool:
 
 
 def _costs(
-    config: TrainConfig, cluster: Cluster, files: CostFiles, efficiency: float | None
+    config: TrainConfig, cluster: Cluster, files: CostFiles, efficiency: float | None, say: Say
 ) -> tuple[tuple[Strategy, ...], Costs, Program]:
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
 
-    with Console(stderr=True).status("capturing the model"):
-        model, program, variants = captured(config)
-        strategies = read_strategies(config.strategies, model, len(cluster.devices))
+    say("capturing the model")
+    model, program, variants = captured(config)
+    strategies = read_strategies(config.strategies, model, len(cluster.devices))
     profile = files.profile
     if profile is None:
         named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}

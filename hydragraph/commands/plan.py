@@ -7,6 +7,7 @@ import json
 from hydragraph.commands.options import verb
 from hydragraph.commands.plan_devices import plan_devices
 from hydragraph.commands.plan_options import TOKENS, PlanOptions
+from hydragraph.commands.progress import progress
 
 EXAMPLE = (
     "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
@@ -52,20 +53,22 @@ def plan_equal(options: PlanOptions) -> None:
     assert files.lengths, reason
     constants = files.profile if files.corrections is None else corrected(files.profile, files.corrections)
 
-    from hydragraph.report.candidate_comparison import explain  # imports numba and scipy
-    from hydragraph.report.candidate_comparison_text import to_record, to_text
-    from hydragraph.report.plan_picture import write_plan_picture
+    with progress("importing the planner") as say:
+        from hydragraph.report.candidate_comparison import explain  # imports numba and scipy
+        from hydragraph.report.candidate_comparison_text import to_record, to_text
+        from hydragraph.report.plan_picture import write_plan_picture
 
-    report = explain(
-        constants,
-        files.lengths,
-        options.devices,
-        options.context,
-        options.tokens or TOKENS,
-        strategies=strategies,
-        iterations=options.iterations,
-        seed=options.seed,
-    )
+        say("searching")
+        report = explain(
+            constants,
+            files.lengths,
+            options.devices,
+            options.context,
+            options.tokens or TOKENS,
+            strategies=strategies,
+            iterations=options.iterations,
+            seed=options.seed,
+        )
     if options.as_json:
         print(json.dumps(to_record(report), indent=1))
     else:

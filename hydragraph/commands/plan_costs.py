@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hydragraph.cluster.module_process import start_module
 from hydragraph.commands.options import chosen_home
 from hydragraph.commands.plan_options import PlanOptions
+from hydragraph.commands.progress import Say
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from hydragraph.spec.stage_kind import StageKind, StagePart
     from hydragraph.train.plan_input import CostFiles
 
-Say = Callable[[str], None]
 Ready = Callable[[str, "StagePart"], bool]  # from a block's name
 
 
@@ -188,9 +188,9 @@ def _told(compiled: VariantOf, say: Say) -> VariantOf:
     def get(block: Any, part: Any) -> Any:
         if (block.template, part) not in known:
             known.add((block.template, part))
-            say(f"compiling graphs to find their memory: tensor-parallel degree {part.kind.tp}")
+            before = say(f"compiling graphs to find their memory: tensor-parallel degree {part.kind.tp}")
             compiled(block, part)
-            say("searching")
+            say(before)
         return compiled(block, part)
 
     return get
@@ -223,7 +223,7 @@ def _end_with_command() -> None:
 def _compile_backwards() -> None:
     asked = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_command, daemon=True).start()
-    costs, *_ = costs_of_plan(asked, PlanInputs.read(asked), lambda _: None)
+    costs, *_ = costs_of_plan(asked, PlanInputs.read(asked), str)
     compile_graphs(costs, None, backwards=True)
 
 

@@ -6,12 +6,10 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.markup import escape
 
 from hydragraph.commands.options import stated_size
 from hydragraph.commands.plan_costs import (
@@ -22,6 +20,7 @@ from hydragraph.commands.plan_costs import (
     excluded_text,
 )
 from hydragraph.commands.plan_options import PlanOptions
+from hydragraph.commands.progress import Say, progress
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.train.config import TrainConfig
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.spec.strategy import Strategy
     from hydragraph.spec.training_workload import Workload
-
-Say = Callable[[str], None]
 
 began: float | None = None  # when the command line started, as time.monotonic()
 COMPILING = 0.6  # fraction of the deadline for compiling graphs
@@ -60,66 +57,79 @@ def plan_devices(asked: PlanOptions) -> None:
         _running(asked.running, layers, len(inputs.cluster.devices))
     workload = asked.workload(inputs.config)
 
-    from hydragraph.planner.first_compilation import first_compilation
-
     def left(part: float = 1.0) -> float | None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - start))
 
-    with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
-        if compiling:
-            Console(stderr=True).print("compiling the planner's search once, which takes up to a minute on one core")
-        _plan(asked, inputs, prices, workload, left)
+    with progress("importing the planner") as say:
+        from hydragraph.planner.first_compilation import first_compilation
+
+        with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
+            if compiling:
+                say("compiling the planner's search once, which takes up to a minute on one core")
+            planned = _planned(asked, inputs, prices, workload, left, say)
+    _show(asked, planned, workload)
 
 
-def _plan(
+@dataclass(frozen=True)
+class DevicePlan:
+    costs: Costs
+    source: str
+    plan: Plan
+    prices: RentalPrices | None
+    rented: Sequence[RentalOffer]
+
+
+def _planned(
     asked: PlanOptions,
     inputs: PlanInputs,
     prices: RentalPrices | None,
     workload: Workload,
     left: Callable[..., float | None],
-) -> None:
+    say: Say,
+) -> DevicePlan:
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import plan
     from hydragraph.planner.rental_budget import offers
-    from hydragraph.report.device_picture import write_device_picture
 
     method: Any = asked.method or "auto"
     solver: Any = asked.solver
     config = inputs.config
+    with compiled_from_both_ends(asked):
+        costs, source, ready = costs_of_plan(asked, inputs, say)
+        running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
+        if config is not None:
+            say("compiling graphs")
+            compiled = compile_graphs(costs, left(COMPILING), ready=ready)
+            source += excluded_text(costs, compiled)
+            costs = compiled
+    say("searching")
+    schedules = planned_schedules(_backend(config))
+    streaming = config is None or not config.deterministic
 
-    console = Console(stderr=True)
-    with console.status("reading") as status:
-        said: set[str] = set()
+    def planned(some: Costs) -> Plan:
+        return plan(some, workload, method, running, left(), solver, schedules, streaming)
 
-        def say(what: str) -> None:
-            status.update(escape(what))
-            if what not in said and not console.is_terminal:
-                console.print(what, markup=False, highlight=False, soft_wrap=True)
-            said.add(what)
+    rented: list[RentalOffer] = []
+    if asked.budget is None or prices is None:
+        chosen_plan = planned(costs)
+    else:
+        rented = offers(costs, workload, prices, asked.budget, planned)
+        costs = rented[0].costs
+        chosen_plan = rented[0].plan
+        prices = rented[0].prices
+    if asked.deadline is None:
+        say("simulating the rivals")
+        chosen_plan = with_causes(costs, workload, chosen_plan, max(2.0, EXPLAINING * chosen_plan.took_s))
+    return DevicePlan(costs, source, chosen_plan, prices, rented)
 
-        with compiled_from_both_ends(asked):
-            costs, source, ready = costs_of_plan(asked, inputs, say)
-            running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
-            if config is not None:
-                compiled = compile_graphs(costs, left(COMPILING), ready=ready)
-                source += excluded_text(costs, compiled)
-                costs = compiled
-        say("searching")
-        schedules = planned_schedules(_backend(config))
-        streaming = config is None or not config.deterministic
 
-        def planned(some: Costs) -> Plan:
-            return plan(some, workload, method, running, left(), solver, schedules, streaming)
+def _show(asked: PlanOptions, planned: DevicePlan, workload: Workload) -> None:
+    from hydragraph.report.device_picture import write_device_picture
 
-        rented: list[RentalOffer] = []
-        if asked.budget is None or prices is None:
-            chosen_plan = planned(costs)
-        else:
-            rented = offers(costs, workload, prices, asked.budget, planned)
-            costs, chosen_plan, prices = rented[0].costs, rented[0].plan, rented[0].prices
-        if asked.deadline is None:
-            say("simulating the rivals")
-            chosen_plan = with_causes(costs, workload, chosen_plan, max(2.0, EXPLAINING * chosen_plan.took_s))
+    costs = planned.costs
+    source = planned.source
+    chosen_plan = planned.plan
+    prices = planned.prices
     written = [] if asked.output is None else [_write(chosen_plan, asked.output, asked, costs)]
     if asked.picture is not None:
         write_device_picture(chosen_plan, costs, asked.picture)
@@ -131,15 +141,15 @@ def _plan(
         if prices is not None:
             token = prices.million_tokens(chosen_plan.strategy, chosen_plan.seconds, workload)
             record["price"] = {"per_hour": prices.hour(chosen_plan.strategy.devices), "per_million_tokens": token}
-        if rented:
+        if planned.rented:
             record["rented"] = [
                 {"devices": offer.devices, "per_hour": offer.per_hour, "seconds": offer.plan.seconds}
-                for offer in rented
+                for offer in planned.rented
             ]
         print(json.dumps(record, indent=1))
         return
     priced = [] if prices is None else prices.sentences(chosen_plan, workload)
-    priced += [f"{'or' if i else 'rent'}: {offer.sentence(workload)}" for i, offer in enumerate(rented[:OFFERED])]
+    priced += [f"{'or' if i else 'rent'}: {one.sentence(workload)}" for i, one in enumerate(planned.rented[:OFFERED])]
     print("\n".join([source, chosen_plan.explain(), *priced, *written]))
 
 

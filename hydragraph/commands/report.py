@@ -23,6 +23,7 @@ from hydragraph.commands.options import (
     on_planned_devices,
     verb,
 )
+from hydragraph.commands.progress import progress
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def _of_config(options: ReportOptions) -> ReportContents:
     from hydragraph.report.simulation_price import PricedStrategy
     from hydragraph.report.simulation_report import simulation_report
 
-    strategies, costs = strategies_and_costs(inputs, step.efficiency, config)
+    with progress("importing PyTorch") as say:
+        strategies, costs = strategies_and_costs(inputs, step.efficiency, config, say)
     simulated = []
     for strategy in strategies:
         assignment = assigned(step, config, inputs.files.lengths, costs, strategy)

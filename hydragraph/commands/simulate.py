@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 
 from hydragraph.commands.options import (
     ClusterFile,
@@ -33,6 +31,7 @@ from hydragraph.commands.options import (
     read_counts,
     verb,
 )
+from hydragraph.commands.progress import Say, progress
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -160,11 +159,12 @@ def simulate_command(options: SimulateOptions) -> None:
     inputs = options.read(config)
     for change in options.changes or ():
         slowed(inputs.cluster, change)
-    strategies, costs = strategies_and_costs(inputs, options.efficiency, config)
-    if rates is not None:
-        costs = costs.changed(health=rates)
-    changes = {change: what_if(costs, change) for change in options.changes or ()}
-    priced = _priced(options, config, inputs.files.lengths, strategies, costs)
+    with progress("importing PyTorch") as say:
+        strategies, costs = strategies_and_costs(inputs, options.efficiency, config, say)
+        if rates is not None:
+            costs = costs.changed(health=rates)
+        changes = {change: what_if(costs, change) for change in options.changes or ()}
+        priced = _priced(options, config, inputs.files.lengths, strategies, costs, say)
     best = priced[0][0]
     print(costs.source)
     if options.cluster is None and options.profile is None:
@@ -188,7 +188,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(
-    inputs: StepInputs, efficiency: float | None, config: TrainConfig
+    inputs: StepInputs, efficiency: float | None, config: TrainConfig, say: Say
 ) -> tuple[tuple[Strategy, ...], Costs]:
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
@@ -197,8 +197,8 @@ def strategies_and_costs(
 
     cluster = inputs.cluster
     files = inputs.files
-    with Console(stderr=True).status("capturing the model"):
-        model, program, variants = captured(config)
+    say("capturing the model")
+    model, program, variants = captured(config)
     strategies = read_strategies(inputs.strategies, model, len(cluster.devices))
     profile = files.profile
     if profile is None:
@@ -215,17 +215,15 @@ def _priced(
     drawn: list[int] | None,
     strategies: Sequence[Strategy],
     costs: Costs,
+    say: Say,
 ) -> list[tuple[PricedStrategy, Assignment]]:
     from hydragraph.report.simulation_price import price
 
-    screen = Console(stderr=True)
-    with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task("simulating", total=len(strategies))
-        priced = []
-        for strategy in strategies:
-            bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
-            assignment = assigned(options, config, drawn, costs, strategy)
-            priced.append((price(costs, strategy, assignment), assignment))
+    priced = []
+    for number, strategy in enumerate(strategies, start=1):
+        say(f"simulating {strategy.name} ({number} of {len(strategies)})")
+        assignment = assigned(options, config, drawn, costs, strategy)
+        priced.append((price(costs, strategy, assignment), assignment))
     return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
 
 
