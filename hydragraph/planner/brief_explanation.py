@@ -16,8 +16,12 @@ from hydragraph.planner.explanation import SHOWN, pipeline_text
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Settled, Shortage
 from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.state_shares import fractions
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
+
+PLAIN = "plain data parallelism"
+UNEVEN = 1.1  # minimum ratio
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
@@ -29,16 +33,35 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
         f"{plan.memory[tightest] / 1e9:.3g} of {plan.limits[tightest] / 1e9:.3g} GB",
     ]
     varied = Varied(costs, workload.batches)
-    usual = _usual(varied, plan.strategy)
     compared = _Compared(varied, plan)
-    return (
-        *lines,
-        *(f"{name}: {strategy.name} {compared.verdict(strategy)[0]}" for name, strategy in usual.items()),
-    )
+    uneven = any(_shares(costs, plan))
+    for name, strategy in _usual(varied, plan.strategy).items():
+        if isinstance(strategy, str):
+            lines.append(f"{name}: {strategy}")
+            continue
+        equally = name == PLAIN and uneven
+        verdict, _ = compared.verdict(strategy, equally=equally)
+        lines.append(f"{name}: {strategy.name}{' with equal shares' * equally} {verdict}")
+    return tuple(lines)
+
+
+def _shares(costs: Costs, plan: Plan) -> list[str]:
+    """Return each pipeline's shares that differ, in words."""
+    pipelines = plan.strategy.pipelines
+    tokens = [sum(map(sum, batches)) for batches in plan.assignment.tokens]
+    owned = fractions(costs, plan.home)
+    state = [sum(owned[rank] for rank in {*pipeline.devices}) for pipeline in pipelines]
+    parts = [""] * len(pipelines)
+    for name, shares, compared in (("tokens", tokens, tokens), ("the state", state, owned)):
+        if max(compared) > UNEVEN * min(compared):
+            parts = [f"{part}, {share / sum(shares):.0%} of {name}" for part, share in zip(parts, shares, strict=True)]
+    return parts
 
 
 def _in_words(costs: Costs, plan: Plan) -> str:
-    counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
+    shares = _shares(costs, plan)
+    texts = [pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines]
+    counts = Counter(text + share for text, share in zip(texts, shares, strict=True))
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
     also = f", plus faster strategies for some mini-batches ({more})" if more else ""
@@ -51,15 +74,17 @@ def _in_words(costs: Costs, plan: Plan) -> str:
     return f"{plan.strategy.name}: {pipelines}{also}; idle: {shown} ({why})"
 
 
-def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
+def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy | str]:
     costs = varied.costs
     equal = _equal(costs)
-    strategies = {}
+    strategies: dict[str, Strategy | str] = {}
     if (1, 1) in equal:
-        strategies["plain data parallelism"] = equal[1, 1]
+        strategies[PLAIN] = equal[1, 1]
     widest = max((tp for tp, stages in equal if stages == 1), default=1)
     if widest > 1:
         strategies["plain tensor parallelism"] = equal[widest, 1]
+    elif costs.ranks > 1:
+        strategies["plain tensor parallelism"] = f"cannot run: {_why_no_tensor_parallelism(costs)}"
     seconds = {}
     for strategy in equal.values():
         if strategy not in strategies.values() and strategy != chosen:
@@ -72,6 +97,15 @@ def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
             seconds, key=lambda strategy: seconds[strategy]
         )
     return strategies
+
+
+def _why_no_tensor_parallelism(costs: Costs) -> str:
+    counts = Counter(device.node for device in costs.cluster.devices).values()
+    if max(counts) == 1:
+        return "no node has two equal devices"
+    if math.gcd(*counts) == 1:
+        return f"no degree divides the nodes' {' and '.join(map(str, sorted({*counts})))} equal devices"
+    return "no degree that suits the nodes was measured"
 
 
 def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
@@ -114,11 +148,14 @@ class _Compared:
     def _own(self) -> dict[str, float]:
         return device_time(self.varied.costs, self.plan.strategy, self.plan.home, self.plan.assignment)
 
-    def verdict(self, rival: Strategy, settled: Settled | None = None) -> tuple[str, float]:
-        if rival == self.plan.strategy:
+    def verdict(self, rival: Strategy, settled: Settled | None = None, equally: bool = False) -> tuple[str, float]:
+        if rival == self.plan.strategy and not equally:
             return "is the plan", self.plan.seconds
         try:
-            found = settled if settled is not None and settled.simulated else self.varied.settle(rival, "usual")
+            if equally:
+                found = self.varied.settle_equally(rival)
+            else:
+                found = settled if settled is not None and settled.simulated else self.varied.settle(rival, "usual")
         except Unsupported as error:
             return f"cannot run: {error}", math.inf
         if isinstance(found, Shortage):

@@ -108,6 +108,24 @@ class Varied:
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
 
+    def settle_equally(self, strategy: Strategy) -> Settled | Shortage:
+        """Settle with equal shares."""
+        pipelines = self.pipelines(strategy)
+        longest = min(pipeline.max_len for pipeline in pipelines)
+        slowest = max(pipelines, key=lambda pipeline: pipeline.micro_batch_seconds([max(longest, 1)]))
+        alike = [replace(slowest, max_len=longest)] * len(pipelines)
+        costs = self.costs
+        simulating = costs.ranks <= FEW
+        assigned_batches = self._of_each(partial(_assigned, costs, strategy, alike, simulating))
+        assignments, seconds = zip(*assigned_batches, strict=True)
+        runs = [a for a, iteration_seconds in dict.fromkeys(assigned_batches) if math.isfinite(iteration_seconds)]
+        memory = held(costs, strategy, costs.home, runs) if runs else (0,) * costs.ranks
+        worst = max(range(costs.ranks), key=lambda rank: memory[rank] - costs.memory_of(rank))
+        lacks = memory[worst] - costs.memory_of(worst)
+        if lacks > 0:
+            return Shortage(strategy, worst, lacks)
+        return Settled(strategy, costs.home, assignments, seconds, memory, "usual", simulated=simulating)
+
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
         value_by_batch = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
         return tuple(value_by_batch[batch] for batch in self.batches)

@@ -27,7 +27,7 @@ from hydragraph.version import __version__
 
 # Minimum ratio, within a type, of a rank's speed to the median, and of the smaller memory to the larger.
 ALIKE = 0.8
-# Maximum probes per device; the fastest is used. Probes are repeated only if devices of one name differ in speed.
+# Maximum probes per device, if devices of one name differ in speed; the fastest is used.
 PROBES = 6
 COPIED = 1 << 25
 # Packages that must have the same version on all hosts.

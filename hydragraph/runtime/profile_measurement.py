@@ -1,8 +1,7 @@
 """Measurement of a profile: times of templates (graphs that equal blocks share), not of models or strategies.
 
 Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
-stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously. The median over groups
-and repetitions is used. Measurements take turns until each time's standard error is below `PRECISE`.
+stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously; medians are used.
 """
 
 from __future__ import annotations
@@ -251,10 +250,7 @@ def _split(program: Program, timings: Sequence[_Timing], places: Sequence[Device
 def stage_timer(
     subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int, Lengths], float]:
-    """Return a function that times whole stages of at most `layers` layers, as a check of `measure`.
-
-    All ranks call the function together with a number of layers and a micro-batch.
-    """
+    """Return a function that times whole stages of at most `layers` layers, as a check of `measure`."""
     bench = _Bench(subject, kind, groups, clock=clock)
     block = subject.program.blocks[1]
     if any(other.template != block.template for other in subject.program.blocks[1:-1]):
