@@ -54,6 +54,7 @@ ATTEMPTS = ((3, 4), (8, 6))
 LEAST_TOKENS = 1024
 # Maximum time of one block in the longest measured micro-batch, in seconds.
 BLOCK_S = 1.0
+FULL = 0.85
 # (sequences per rank, tokens per sequence) assumed without `lengths`.
 ASSUMED = (4, 512)
 
@@ -113,8 +114,8 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
                 if more:
                     raise
             else:
-                # Plans with recomputation may be faster than plans that stream weights.
-                if more or not any(strategy.streams for strategy in answer.strategies):
+                # Plans with recomputation may be faster than plans that stream weights or fill the memory.
+                if more or (answer.full < FULL and not any(strategy.streams for strategy in answer.strategies)):
                     lines = _lines(
                         costs, discovered, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed
                     )
@@ -163,6 +164,7 @@ class _Plan:
     strategies: tuple[Strategy, ...]
     lines: tuple[str, ...]
     took_s: float
+    full: float  # used fraction of the tightest rank's memory
 
 
 def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
@@ -176,7 +178,8 @@ def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
     took_s = time.monotonic() - began
     lines = brief_explanation(costs.changed(home=subject.home), Workload(lengths=sample_of(batches)), plan)
     able = tuple(s for s in plan.strategies if runs(subject.program, s, costs.ranks))
-    return _Plan(able, lines, took_s)
+    full = max(used / limit for used, limit in zip(plan.memory, plan.limits, strict=True))
+    return _Plan(able, lines, took_s, full)
 
 
 def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:

@@ -251,6 +251,22 @@ def test_types_divided_by_the_times_of_blocks_are_planned_and_cached(tmp_path: P
     groups.close()
 
 
+@pytest.mark.parametrize(("full", "tries"), [(0.5, [False]), (0.9, [False, True])])
+def test_recomputation_is_measured_if_the_plan_fills_a_device(full: float, tries: list[bool]) -> None:
+    program, model = captured("llama")
+    subject = automatic_plan.Subject.of(program, initial_buffers(model), "eager", Home(), None)
+    where = Cluster((Device(1e11, 8 * 10**9, 1e10, type="g"),), Interconnect(1e9, 1e-5), Interconnect(1e9, 1e-5))
+    costs = mock.Mock(return_value=(Costs(datasheet(program, where, 1.0, [1]), where), "made up"))
+    plan = automatic_plan._Plan((hg.Strategy.parse("<tp1,pp1>", program.layers),), ("plan",), 0.0, full)
+    with (
+        mock.patch.multiple(automatic_plan, _costs=costs, _planned=mock.Mock(return_value=plan)),
+        mock.patch(REPORTS, return_value=1000.0),
+    ):
+        found = automatic_plan.plan_automatically(subject, join("cpu"), Planning(lengths=LENGTHS))
+    assert found.strategies == plan.strategies
+    assert [call.args[4] for call in costs.call_args_list] == tries
+
+
 def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:
     program, model = captured("llama")
     with (
