@@ -139,6 +139,7 @@ def check_command(options: CheckOptions) -> None:
             flops = step_flops(program, [n for n in assignment.lengths if n])
             mfu = flops / (peak * fitting.seconds) if comparable else None
             fits.append((fitting, mfu, advice(costs, fitting, assignment, may_stream=not config.deterministic)))
+    source = costs.source_of(*strategies)
     if options.as_json:
         unknown = {} if priced else {"seconds": None}
         records = []
@@ -146,9 +147,9 @@ def check_command(options: CheckOptions) -> None:
             records.append({**fitting.as_dict(), **unknown, "mfu": mfu, "change_first": what})
             if launches:
                 records[-1]["launches"] = _launch_share(costs, fitting.strategy, config.data.max_length)
-        print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
+        print(json.dumps({"source": source, "strategies": records}, indent=1))
     else:
-        print(costs.source if priced else _UNKNOWN)
+        print(source if priced else _UNKNOWN)
         if options.cluster is None and options.arch is None and options.profile is None and priced:
             print(default_devices_text(ranks, config))
         if config.objective is not None:

@@ -166,7 +166,7 @@ def simulate_command(options: SimulateOptions) -> None:
         changes = {change: what_if(costs, change) for change in options.changes or ()}
         priced = _priced(options, config, inputs.files.lengths, strategies, costs, say)
     best = priced[0][0]
-    print(costs.source)
+    print(costs.source_of(*strategies))
     if options.cluster is None and options.profile is None:
         print(default_devices_text(costs.ranks, config))
     _print_table(priced, costs.ranks)

@@ -50,8 +50,7 @@ class Roofline:
     """Fractions of a datasheet's peak rates that kernels reach.
 
     Attributes:
-        attention: speed of attention, relative to large matrix products (`spec.known_devices`). On an A100, attention
-            reaches 62 % of the peak, the middle of FlashAttention-2's measurements (Dao 2023).
+        attention: speed of attention, relative to large matrix products (`spec.known_devices`).
         half: size of a dimension (such as the token count) at which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; assumed, like `launch_s`.
@@ -66,9 +65,6 @@ class Roofline:
 Product = tuple[float, int, int]  # (uses per token of a weight [n, k], n, k)
 ROOFLINE = Roofline()
 KERNELS = 2  # kernels per product: the product, and fused element-wise operators
-# (number of published runs that were not used for fitting, mean error of their predictions)
-# (`benchmarks/published_runs.py`, 2026-11-29)
-PUBLISHED = {"without pipelines": (20, 0.080), "with pipelines": (19, 0.132), "on V100s mixed with T4s": (7, 0.099)}
 # AdamW reads four fp32 numbers per element and writes three.
 UPDATE_BYTES = 28
 
@@ -132,18 +128,8 @@ def _of_type(
         sizes=ModelSizes.of(program),
         update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
         efficiency=most,
-        notes=(_expected_error(cluster),) if efficiency is None else (),
+        roofline=efficiency is None,
     )
-
-
-def _expected_error(cluster: Cluster) -> str:
-    mixed = len(cluster.types) > 1
-    kinds = ["on V100s mixed with T4s"] if mixed else ["without pipelines", "with pipelines"]
-    errors = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
-    (name, first), *_ = cluster.types.items()
-    sheet = known(first.flops_per_s, first.memory_bytes_per_s, name)
-    none = "" if mixed or (sheet and sheet.published) else f", none of them on {name or 'these devices'}"
-    return f"the mean error of such predictions is {' and '.join(errors)}{none}"
 
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:

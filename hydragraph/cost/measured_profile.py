@@ -101,6 +101,7 @@ class Profile:
         commit_s: seconds of the commit before the optimizer step.
         norm_s: seconds of the gradient norm per element of the home shard.
         efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
+        roofline: whether `efficiency` is only that of large products.
         others: profiles of other device types.
     """
 
@@ -125,6 +126,7 @@ class Profile:
     commit_s: float = 0.0
     norm_s: float = 0.0
     efficiency: float | None = None
+    roofline: bool = False
     others: tuple[Profile, ...] = ()
 
     @classmethod

@@ -18,6 +18,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.partial_recomputation import within_budget
 from hydragraph.cost.profile_blocks import ProfileBlocks
+from hydragraph.cost.published_errors import FLAT, published_error
 from hydragraph.cost.rank_memory import PricedBlocks, Walk
 from hydragraph.cost.stage_costs import Hop, Ring, StageCost
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, HomeTraffic
@@ -96,11 +97,22 @@ class Pricing:
 
     @property
     def source(self) -> str:
+        return self.source_of()
+
+    def source_of(self, *strategies: Strategy) -> str:
         names = ", ".join(profile.name for profile in self.profiles)
-        if not self.measured:
-            names = "; ".join([names, *dict.fromkeys(note for p in self.profiles for note in p.notes)])
-        by = f"; corrected: {self.corrections}" if self.corrections.types else ""
-        return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
+        by = f"corrected: {self.corrections}" if self.corrections.types else ""
+        what = "; ".join(filter(None, (names, self.error_of(*strategies), by)))
+        return f"computation {'as measured' if self.measured else 'is not measured'}: {what}"
+
+    def error_of(self, *strategies: Strategy) -> str:
+        """Return the error on published runs, or "" if computation was measured."""
+        if self.measured or not strategies:
+            return ""
+        if not all(profile.roofline for profile in self.profiles):
+            return FLAT
+        errors = dict.fromkeys(published_error(self.cluster, strategy) for strategy in strategies)
+        return f"the mean error of such predictions is {' and '.join(errors)}"
 
     # Ranks and links.
 

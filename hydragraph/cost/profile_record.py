@@ -42,7 +42,7 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
     device = data.get("device")
     link = data.get("link")
     sizes = data.get("sizes")
-    plain = ("type", "commit_s", "norm_s", "efficiency")
+    plain = ("type", "commit_s", "norm_s", "efficiency", "roofline")
     tuples = ("blocks", "notes", "update")
     pieces = {
         StageKind.parse(kind): {template: _read_piece(piece) for template, piece in of_kind.items()}

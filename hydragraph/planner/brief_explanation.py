@@ -27,10 +27,11 @@ UNEVEN = 1.1  # minimum ratio
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
     """Return at most five lines: the plan, its costs, and why each usual strategy is slower."""
     tightest = max(range(costs.ranks), key=lambda rank: plan.memory[rank] / plan.limits[rank])
+    error = costs.error_of(plan.strategy)
     lines = [
         f"plan: {_in_words(costs, plan)}",
         f"expected: {plan.seconds:.3g} s per step; tightest memory: rank {tightest} with "
-        f"{plan.memory[tightest] / 1e9:.3g} of {plan.limits[tightest] / 1e9:.3g} GB",
+        f"{plan.memory[tightest] / 1e9:.3g} of {plan.limits[tightest] / 1e9:.3g} GB{'; ' * bool(error)}{error}",
     ]
     varied = Varied(costs, workload.batches)
     compared = _Compared(varied, plan)

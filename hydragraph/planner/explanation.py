@@ -38,9 +38,11 @@ class Rival:
 def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:
     """Return the text of `Plan.explain`, without the rivals and the reasons for idle devices."""
     how = "simulated" if chosen.simulated else "estimated: slowest pipeline plus traffic"
+    error = costs.error_of(chosen.strategy)
     lines = [
         f"{workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}: {chosen.seconds:.4g} s an iteration ({how}), "
-        f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s",
+        f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s"
+        f"{'; ' * bool(error)}{error}",
         f"strategy: {chosen.strategy.name}",
     ]
     work = chosen.assignments[0].tokens

@@ -23,7 +23,8 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrate
     best = ordered[0]
     panels = tuple(panel(costs, priced) for priced in ordered[:MOST_PANELS])
     contenders = tuple(contender(priced, best) for priced in ordered)
-    return ReportContents("simulation", title, (costs.source,), facts(costs, best, panels[0]), contenders, panels)
+    source = costs.source_of(*(each.strategy for each in ordered))
+    return ReportContents("simulation", title, (source,), facts(costs, best, panels[0]), contenders, panels)
 
 
 def panel(costs: Costs, simulated: PricedStrategy) -> Panel:

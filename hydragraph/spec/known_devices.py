@@ -20,7 +20,7 @@ class Datasheet:
     Attributes:
         reached: fraction of the peak that large matrix products reach; fitted to published runs for A100 and H100
             (`benchmarks/published_runs.py --fit`), otherwise assumed.
-        published: whether predictions for this GPU were compared with published runs.
+        published: GPU of the published runs that predictions were compared with; empty: none.
         bfloat16: whether the peak also holds for bfloat16.
     """
 
@@ -29,16 +29,16 @@ class Datasheet:
     memory_bytes_per_s: float
     reached: float = UNKNOWN
     host_bytes_per_s: float = PCIE_4
-    published: bool = False
+    published: str = ""
     bfloat16: bool = True
 
 
 KNOWN: Mapping[str, Datasheet] = MappingProxyType(
     {
-        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published=True),
-        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published=True),
-        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5, published=True),
-        "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.615, host_bytes_per_s=PCIE_5, published=True),  # HBM2e
+        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published="A100"),
+        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published="A100"),
+        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5, published="H100"),
+        "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.615, host_bytes_per_s=PCIE_5, published="H100"),  # HBM2e
         "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.615, host_bytes_per_s=PCIE_5),
         "h100-nvl": Datasheet(835e12, 94e9, 3.9e12, 0.615, host_bytes_per_s=PCIE_5),
         "h800": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5),
@@ -46,9 +46,9 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "h200": Datasheet(989e12, 141e9, 4.8e12, 0.615, host_bytes_per_s=PCIE_5),
         "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5),
         "a800": Datasheet(312e12, 80e9, 2.039e12, 0.795),
-        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published=True, bfloat16=False),
+        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published="V100", bfloat16=False),
         "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, bfloat16=False),
-        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published=True, bfloat16=False),
+        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published="T4", bfloat16=False),
         "l4": Datasheet(121e12, 24e9, 0.3e12, 0.4),
         "l40s": Datasheet(362e12, 48e9, 0.864e12),
         "a10": Datasheet(125e12, 24e9, 0.6e12),

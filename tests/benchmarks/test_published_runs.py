@@ -1,10 +1,19 @@
-"""Published runs: the kinds they are counted with, and the runs that constants were fitted on."""
+"""Published runs: the kinds they are counted with, the runs that constants were fitted on, and the latest record."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
-from benchmarks.published_runs import FITTED_RANKS, Run, kinds_of, third_of
+import pytest
+
+from benchmarks.published_runs import DATA, FITTED_RANKS, Run, kinds_of, priced, third_of
+from hydragraph.cost.published_errors import PUBLISHED
+
+LATEST = max((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-published_runs.md")).read_text()
+ROWS = {cells[0]: cells[1:] for line in LATEST.splitlines() if (cells := re.split(r" *│ *", line)[1:-1])}
 
 
 def run(name: str = "N21", **fields: Any) -> Run:
@@ -24,3 +33,18 @@ def test_runs_are_counted_by_gpu_pipelines_and_size() -> None:
     mixed = run("AMP_MIXED", gpu="amp_mixed", gpus=16)
     assert kinds_of(mixed)[2::2] == ("on V100s mixed with T4s", "on more GPUs")
     assert not mixed.otherwise.measured  # errors are those of predictions without measurements
+
+
+def test_stated_errors_are_those_of_the_latest_record() -> None:
+    for kind, (runs, error) in PUBLISHED.items():
+        assert ROWS[kind][:2] == [str(runs), f"{error:.1%}"]
+        assert runs >= 4 or "pipelines" not in kind
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the published runs are not part of the project")
+def test_two_runs_are_predicted_as_in_the_latest_record() -> None:
+    data = json.loads(DATA.read_text())
+    for record in data["runs"]:
+        if record["id"] in ("AMP_MIXED tp1 pp2 dp8 mbs1", "AMP_T4 tp1 pp1 dp16 mbs1"):
+            found = priced(Run.of(record), data)
+            assert ROWS[record["id"]][1:3] == [f"{record['published_s']:.3g}", f"{found.seconds:.3g}"]

@@ -10,6 +10,7 @@ import pytest
 
 from hydragraph.commands.captured_model import run_assignment
 from hydragraph.commands.check import _step
+from hydragraph.cost.published_errors import FLAT
 from hydragraph.data import tokenizer
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
@@ -39,6 +40,7 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert record["seconds"] is record["mfu"] is None  # the config's device is a CPU
     chosen = run("check", config, "--memory", "1e9", "--efficiency", "0.25")
     assert "datasheet of the devices at 25%" in chosen.stdout
+    assert f"; {FLAT}\n" in chosen.stdout
     (record,) = json.loads(run("check", config, "--memory", "1e9", "--efficiency", "0.25", "--json").stdout)[
         "strategies"
     ]

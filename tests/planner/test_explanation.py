@@ -7,7 +7,8 @@ import re
 from dataclasses import replace
 
 import hydragraph as hg
-from hydragraph.planner.brief_explanation import with_causes
+from hydragraph.cost.published_errors import FLAT
+from hydragraph.planner.brief_explanation import brief_explanation, with_causes
 from hydragraph.planner.explanation import SHOWN
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
@@ -21,6 +22,15 @@ def test_pipelines_say_how_many_sequences_and_tokens_their_micro_batches_have() 
     each = [count for count in found.assignment.counts if count]
     assert sum(int(count) for count, *_ in said) in (sum(each), *set(each))  # equal pipelines share a line
     assert min(len(m) for p in found.assignment.micro_batches for m in p) == min(int(least) for _, least, *_ in said)
+
+
+def test_a_plan_states_the_error_of_its_prediction() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    assert "published runs" not in hg.plan(costs, WORK).explain()
+    assumed = costs.changed(profile=replace(costs.profile, efficiency=0.4))
+    plan = hg.plan(assumed, WORK)
+    assert plan.explain().splitlines()[0].endswith(f" s; {FLAT}")
+    assert brief_explanation(assumed, WORK, plan)[1].endswith(f" GB; {FLAT}")
 
 
 def test_rivals_say_what_they_spend_more_time_on() -> None:
