@@ -119,6 +119,7 @@ def check_command(options: CheckOptions) -> None:
     priced = options.prices(config)
     comparable = priced and (options.profile is None or options.cluster is not None)
     with progress("importing PyTorch") as say:
+        from hydragraph.cost.published_errors import MEMORY
         from hydragraph.report.memory_fit import advice, fit
         from hydragraph.spec.home_text import owners_text
         from hydragraph.train.config_checks import check_settings
@@ -139,7 +140,7 @@ def check_command(options: CheckOptions) -> None:
             flops = step_flops(program, [n for n in assignment.lengths if n])
             mfu = flops / (peak * fitting.seconds) if comparable else None
             fits.append((fitting, mfu, advice(costs, fitting, assignment, may_stream=not config.deterministic)))
-    source = costs.source_of(*strategies)
+    source = f"{costs.source_of(*strategies)}; {MEMORY}"
     if options.as_json:
         unknown = {} if priced else {"seconds": None}
         records = []

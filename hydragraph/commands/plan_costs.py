@@ -101,6 +101,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
+    from hydragraph.cost.published_errors import MEMORY
 
     cluster = inputs.cluster
     config = inputs.config
@@ -125,7 +126,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     costs = costs_of_run(config, measured, cluster, corrections, blocks=blocks)
     costs = costs.changed(health=inputs.health, home=inputs.home)
     named = {block.name: block for block in program.blocks}
-    source = f"{costs.source}; memory computed from compiled graphs"
+    source = f"{costs.source}; {MEMORY}"
     return costs, source, lambda block, part: variants.traced(named[block], part)
 
 

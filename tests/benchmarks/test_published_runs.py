@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published_runs import DATA, FITTED_RANKS, Run, kinds_of, priced, third_of
-from hydragraph.cost.published_errors import PUBLISHED
+from hydragraph.cost.published_errors import MEMORY, PUBLISHED
 
 LATEST = max((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-published_runs.md")).read_text()
 ROWS = {cells[0]: cells[1:] for line in LATEST.splitlines() if (cells := re.split(r" *│ *", line)[1:-1])}
@@ -39,6 +39,8 @@ def test_stated_errors_are_those_of_the_latest_record() -> None:
     for kind, (runs, error) in PUBLISHED.items():
         assert ROWS[kind][:2] == [str(runs), f"{error:.1%}"]
         assert runs >= 4 or "pipelines" not in kind
+    mean, runs, most = re.findall(r"memory: mean \|error\| (\S+)% of (\d+) runs, at most (\d+)%", LATEST)[0]
+    assert f"(mean error {float(mean):.0f}% on {runs} published runs, at most {most}%)" in MEMORY
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published runs are not part of the project")

@@ -10,7 +10,7 @@ import pytest
 
 from hydragraph.commands.captured_model import run_assignment
 from hydragraph.commands.check import _step
-from hydragraph.cost.published_errors import FLAT
+from hydragraph.cost.published_errors import FLAT, MEMORY
 from hydragraph.data import tokenizer
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
@@ -29,6 +29,7 @@ def test_a_run_that_fits(tmp_path: Path) -> None:
     assert "unknown" in result.stdout
     asked = run("check", write(tmp_path, strategies=LOPSIDED, ranks=2), "--devices", 2)
     assert "computation is not measured: datasheet of the devices at up to 62%" in asked.stdout
+    assert f"; {MEMORY}\n" in asked.stdout
     assert "for 2 H200s, not for this machine (device: cpu), because --cluster is not given" in asked.stdout
 
 
@@ -40,7 +41,7 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert record["seconds"] is record["mfu"] is None  # the config's device is a CPU
     chosen = run("check", config, "--memory", "1e9", "--efficiency", "0.25")
     assert "datasheet of the devices at 25%" in chosen.stdout
-    assert f"; {FLAT}\n" in chosen.stdout
+    assert f"; {FLAT}; {MEMORY}\n" in chosen.stdout
     (record,) = json.loads(run("check", config, "--memory", "1e9", "--efficiency", "0.25", "--json").stdout)[
         "strategies"
     ]

@@ -22,6 +22,7 @@ from hydragraph.commands import plan_devices as command
 from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, excluded_text
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.published_errors import MEMORY
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.errors import StillCompiling
 from hydragraph.planner import first_compilation
@@ -295,7 +296,7 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path, mo
     told = plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--output", "model.yaml")
     assert told.exit_code == 0, told.output
     assert "not measured: datasheet of fast at up to 65% of 1000 TFLOP/s" in told.stdout
-    assert "memory computed from compiled graphs" in told.stdout
+    assert f"; {MEMORY}\n" in told.stdout
     assert "3 sequences of 32 tokens on 4 devices" in told.stdout  # a step of the config
     # A run accepts the written file with the printed options.
     (said,) = (line for line in told.stdout.splitlines() if "hydragraph train" in line)
