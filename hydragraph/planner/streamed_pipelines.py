@@ -67,7 +67,7 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
         # Groups stay idle only if no depth uses all of them.
         for depth in [depth for depth in depths if len(groups) % depth == 0] or depths:
             count = len(groups) // depth
-            rows = [groups[first::count] for first in range(count)]
+            rows = [groups[first : depth * count : count] for first in range(count)]
             layers = [_layers_by_memory(costs, row) for row in rows]
             for stream in (GRADIENTS, True):
                 yield Strategy(
