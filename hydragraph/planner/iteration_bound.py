@@ -29,7 +29,7 @@ from hydragraph.spec.pipeline import Stage
 
 
 def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
-    """Return the bound, averaged over mini-batches."""
+    """Return the bound, averaged over mini-batches; infinite if no group of devices was measured."""
     bounds = [_bound(costs, Counter(batch)) for batch in dict.fromkeys(tuple(sorted(b)) for b in batches)]
     weights = Counter(tuple(sorted(b)) for b in batches)
     return sum(s * n for s, n in zip(bounds, weights.values(), strict=True)) / len(batches)
@@ -66,6 +66,11 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)
+    able = np.isfinite(spent).all(axis=1)
+    if not able.any():
+        return math.inf
+    sites = [site for site, has in zip(sites, able, strict=True) if has]
+    spent = spent[able]
     count = len(sites) * len(templates)
     objective = np.zeros(count + 1)
     objective[-1] = 1.0

@@ -1,7 +1,14 @@
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.errors import Unsupported
 from hydragraph.planner.iteration_bound import bound
 from hydragraph.planner.price_candidate import share_out
 from hydragraph.spec.health import Health
@@ -43,3 +50,17 @@ def test_a_sequence_has_to_go_through_all_layers() -> None:
     _, last = share_out(costs, strategy, [5000], 1)
     # A backward takes 2.2 forwards, and under zb-h1 half of it is not waited for.
     assert alone == pytest.approx(last * (1 + 1.1) / (1 + 2.2), rel=0.01)
+
+
+def test_devices_too_few_for_the_measured_degrees_provide_no_time() -> None:
+    profiles = [priced.profile(4, "fast"), priced.profile(4, "slow", 2.5)]
+    pairs = {kind: of for kind, of in profiles[1].pieces.items() if kind.tp == 2}
+    measured = Profile.merge([profiles[0], replace(profiles[1], pieces=pairs)])
+    alone = Costs(measured, priced.mixed(), Health({3: math.inf}))
+    without = Costs(measured, priced.mixed(), Health({2: math.inf, 3: math.inf}))
+    assert bound(alone, [[700] * 9]) == pytest.approx(bound(without, [[700] * 9]))
+    assert hg.plan(alone, hg.Workload(sequences=8, length=700)).gap >= 0
+    nothing = Costs(replace(profiles[0], pieces=pairs), priced.cluster(1))
+    assert bound(nothing, [[700]]) == math.inf
+    with pytest.raises(Unsupported):
+        hg.plan(nothing, hg.Workload(sequences=8, length=700))
