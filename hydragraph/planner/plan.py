@@ -216,7 +216,7 @@ def _plan(
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home.without_rule
     if isinstance(running, Strategy) and costs.home.rule is not None:
-        home_before = home_by_block(costs, running, costs.home)
+        home_before = home_by_block(healthy(costs), running, costs.home)
 
     @cache
     def moved(home: Home) -> int:

@@ -152,6 +152,13 @@ def test_what_runs_goes_on_where_plans_are_nearly_equal() -> None:
     assert after.seconds <= free.seconds * 1.021
 
 
+@pytest.mark.parametrize("rate", [2.57, math.inf])
+def test_owners_under_a_running_strategy_do_not_depend_on_todays_health(rate: float) -> None:
+    costs = priced.costs(4, priced.cluster(4), hg.Health({1: rate}), home=hg.Home(rule="auto"))
+    found = hg.plan(costs, hg.Workload(sequences=16, length=LENGTH), running="4*<tp1,pp1>", deadline_s=0.0)
+    assert found.moved_bytes == moved_bytes(costs, hg.Home(), found.home) > 0
+
+
 def test_moved_bytes_are_counted_for_each_bucket() -> None:
     costs = priced.costs(4, priced.cluster(2))
     before, layers = hg.Home((1, 0)), [bucket for bucket in costs.buckets if bucket.size == 1000]
