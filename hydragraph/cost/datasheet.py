@@ -53,7 +53,7 @@ class Roofline:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`).
         half: size of a dimension (such as the token count) at which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
-        memory: fraction of the memory bandwidth that element-wise operators reach; assumed, like `launch_s`.
+        memory: fraction of the bandwidth for element-wise operators; assumed, like `launch_s`.
     """
 
     attention: float = 0.8

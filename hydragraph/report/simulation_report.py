@@ -14,7 +14,6 @@ from hydragraph.report.memory_held import held
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
 
-# Maximum strategies with a panel; the table lists all.
 MOST_PANELS = 6
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.published_runs import DATA, FITTED_RANKS, Run, kinds_of, priced, third_of
 from hydragraph.cost.published_errors import MEMORY, PUBLISHED
+from tests.thorough import thorough
 
 LATEST = max((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-published_runs.md")).read_text()
 ROWS = {cells[0]: cells[1:] for line in LATEST.splitlines() if (cells := re.split(r" *│ *", line)[1:-1])}
@@ -43,6 +44,7 @@ def test_stated_errors_are_those_of_the_latest_record() -> None:
     assert f"(mean error {float(mean):.0f}% on {runs} published runs, at most {most}%)" in MEMORY
 
 
+@thorough
 @pytest.mark.skipif(not DATA.exists(), reason="the published runs are not part of the project")
 def test_two_runs_are_predicted_as_in_the_latest_record() -> None:
     data = json.loads(DATA.read_text())
