@@ -185,7 +185,7 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
         (("--micro-batches", "0"), "no pipeline would compute: give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "pass strategies with --strategy"),
-        (("--home", "1,2"), "home '1,2': shares has 2 numbers, but the run has 1 rank"),
+        (("--home", "1,2"), "home '1,2': 'shares' has 2 numbers, but the run has 1 rank"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

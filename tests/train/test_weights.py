@@ -112,7 +112,7 @@ def test_a_whole_model_can_still_be_built(folder: Path) -> None:
         ({"weights": "a", "path": "b"}, "model: give 'architecture'"),
         ({}, "model: give 'architecture'"),
         ({"weights": "a", "config": {}}, "model: 'config' cannot change a model from 'weights'"),
-        ({"weights": 3}, "model: weights is 3"),
+        ({"weights": 3}, "model: 'weights' is 3"),
     ],
 )
 def test_errors_name_the_field(tmp_path: Path, model: dict[str, Any], sentence: str) -> None:
@@ -130,5 +130,5 @@ def test_a_directory_without_a_tokenizer_or_a_config_is_refused(tmp_path: Path) 
 
 
 def test_asynchronous_is_true_or_false(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="checkpoint: asynchronous is 'yes': give true or false"):
+    with pytest.raises(ValueError, match="checkpoint: 'asynchronous' is 'yes': give true or false"):
         config(tmp_path, {"weights": "a"}, "run", checkpoint={"asynchronous": "yes"})
