@@ -164,7 +164,7 @@ class _Plan:
     strategies: tuple[Strategy, ...]
     lines: tuple[str, ...]
     took_s: float
-    full: float  # used fraction of the tightest rank's memory
+    full: float
 
 
 def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:

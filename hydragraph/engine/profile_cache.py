@@ -1,4 +1,4 @@
-"""Cache of measured profiles in the user's cache folder; a device whose speed has changed much is measured again."""
+"""Cache of measured profiles; a device whose speed has changed much is measured again."""
 
 from __future__ import annotations
 

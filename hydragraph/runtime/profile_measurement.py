@@ -610,7 +610,7 @@ class _Timing:
     """Repeated timing of a block in one kind of stage.
 
     Attributes:
-        links: for each micro-batch, the number of blocks in a chain.
+        links: number of blocks in each micro-batch's chain.
         turns: forward and backward seconds by repetition, rank and micro-batch.
     """
 
@@ -643,13 +643,13 @@ class _Timing:
         )
 
     def seconds(self, rank: int, count: int) -> tuple[float, float]:
-        """Return the median of a rank's seconds, and its standard error."""
+        """Return a rank's median and standard error."""
         samples = [count * sum(map(sum, turn[rank])) for turn in self.counted]
         error = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
         return median(samples), math.sqrt(math.pi / 2) * error
 
     def divided(self, types: Sequence[str]) -> _Timing:
-        """Return the timing with new types; they prefer stages of one type."""
+        """Return the timing by new types."""
         stages, rows = {}, {}
         for name in dict.fromkeys(types):
             for type_, every in self.stages.items():
