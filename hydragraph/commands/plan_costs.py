@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.stage_kind import StageKind, StagePart
     from hydragraph.train.plan_input import CostFiles
 
-Ready = Callable[[str, "StagePart"], bool]  # from a block's name
+Ready = Callable[[str, "StagePart"], bool]
 
 
 @contextmanager
@@ -68,11 +68,7 @@ class PlanInputs:
 
     @classmethod
     def read(cls, asked: PlanOptions) -> PlanInputs:
-        """Read all files except lengths and strategies, without PyTorch.
-
-        Raises:
-            ValueError: a file is invalid, or profiles, cluster and health do not match.
-        """
+        """Read the files, except lengths and strategies, without PyTorch."""
         from hydragraph.train.plan_input import CostFiles, read_corrections
 
         assert asked.cluster is not None, "plan_command requires it"
@@ -90,13 +86,7 @@ class PlanInputs:
 
 
 def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Costs, str, Ready]:
-    """Return the costs, a sentence that names their source, and which graphs are cached.
-
-    With a config, memory is exact.
-
-    Raises:
-        ValueError: profiles and model do not match.
-    """
+    """Return the costs, their source, and which graphs are cached; with a config, memory is exact."""
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs
@@ -167,8 +157,8 @@ def excluded_text(before: Costs, after: Costs) -> str:
     if not count:
         return ""
     return (
-        f"; {count} kind{'s' * (count > 1)} of stages, not compiled before the deadline, excluded: try again, because "
-        "compiled graphs are cached"
+        f"; excluded {count} kind{'s' * (count > 1)} of stages that were not compiled in time: try again with the "
+        "cached graphs"
     )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.strategy import Strategy
     from hydragraph.spec.training_workload import Workload
 
-began: float | None = None  # when the command line started, as time.monotonic()
+began: float | None = None  # start of the command line
 COMPILING = 0.6  # fraction of the deadline for compiling graphs
 EXPLAINING = 1.0  # maximum time for explaining the plan, relative to the planning time
 OFFERED = 4  # maximum number of rental offers to print
@@ -41,12 +41,10 @@ OFFERED = 4  # maximum number of rental offers to print
 
 @uncollected()
 def plan_devices(asked: PlanOptions) -> None:
-    """Plan, print the plan, and write files."""
     from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.planner.request import check_question
 
     start = time.monotonic() if began is None else began
-    # Report mistakes before the slow imports.
     check_question(asked.method or "auto", asked.deadline, asked.solver)
     inputs = PlanInputs.read(asked)
     prices = RentalPrices.parse(asked.prices, inputs.cluster) if asked.prices else None
@@ -65,7 +63,7 @@ def plan_devices(asked: PlanOptions) -> None:
 
         with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
             if compiling:
-                say("compiling the planner's search once, which takes up to a minute on one core")
+                say("compiling the planner's search once")
             planned = _planned(asked, inputs, prices, workload, left, say)
     _show(asked, planned, workload)
 
@@ -106,12 +104,23 @@ def _planned(
     schedules = planned_schedules(_backend(config))
     streaming = config is None or not config.deterministic
 
+    best: list[tuple[float, str]] = []
+
+    def improved(*found: Any) -> None:
+        best[:] = [min([*best, found])]
+        say(f"searching; best so far: {best[0][0]:.4g} s an iteration")
+
     def planned(some: Costs) -> Plan:
-        return plan(some, workload, method, running, left(), solver, schedules, streaming)
+        return plan(some, workload, method, running, left(), solver, schedules, streaming, improved)
 
     rented: list[RentalOffer] = []
     if asked.budget is None or prices is None:
-        chosen_plan = planned(costs)
+        try:
+            chosen_plan = planned(costs)
+        except KeyboardInterrupt:
+            for seconds, text in best:
+                print(f"best plan so far: {text}, {seconds:.4g} s an iteration")
+            raise
     else:
         rented = offers(costs, workload, prices, asked.budget, planned)
         costs = rented[0].costs

@@ -163,6 +163,7 @@ def plan(
     solver: Solver | None = None,
     schedules: Collection[str] = (DEFAULT_SCHEDULE,),
     streaming: bool = True,
+    improved: Callable[[float, str], None] | None = None,
 ) -> Plan:
     """Plan training on devices that differ by type, memory or current speed.
 
@@ -177,6 +178,7 @@ def plan(
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; only for method "mixed" and few devices.
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
         streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
+        improved: called with the seconds and the text of each better strategy.
 
     Raises:
         Unsupported: no plan fits, a type was not measured, or all devices are lost.
@@ -194,7 +196,20 @@ def plan(
         raise ValueError(f"'running' is {running!r}: give a plan, a strategy or its text, or leave it out")
     with uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
-        return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming)
+        return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming, _telling(improved))
+
+
+def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled], Settled]:
+    best_s = math.inf
+
+    def seen(each: Settled) -> Settled:
+        nonlocal best_s
+        if improved is not None and each.simulated and each.seconds < best_s:
+            best_s = each.seconds
+            improved(best_s, each.strategy.name)
+        return each
+
+    return seen
 
 
 def _plan(
@@ -206,6 +221,7 @@ def _plan(
     ways: Sequence[Way],
     schedules: Collection[str],
     streaming: bool,
+    seen: Callable[[Settled], Settled],
 ) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
@@ -225,11 +241,13 @@ def _plan(
     # The order ignores rates during replanning, so a rank that becomes slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
-    asked = _Question(workload, method, tuple(ways), near, until)
+    asked = _Question(workload, method, tuple(ways), near, until, seen)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
     streaming = streaming and method == "auto"
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
+    for settled in looked.settled:
+        seen(settled)
     # A strategy that does not fit the longest sequence may be best for other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
@@ -277,6 +295,7 @@ class _Question:
     ways: tuple[Way, ...]
     near: float
     until: float | None
+    seen: Callable[[Settled], Settled]
 
 
 def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
@@ -286,7 +305,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     places = places_of(order)
 
     def exactly(each: Settled) -> Settled:
-        exact_plan = simulated(costs, each if listed else as_told(each, order))
+        exact_plan = asked.seen(simulated(costs, each if listed else as_told(each, order)))
         return replace(each, by_batch=exact_plan.by_batch, simulated=True)
 
     ask = partial(

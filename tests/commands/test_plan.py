@@ -26,6 +26,7 @@ from hydragraph.cost.published_errors import MEMORY
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.errors import StillCompiling
 from hydragraph.planner import first_compilation
+from hydragraph.planner import plan as planning
 from hydragraph.report.number_text import seconds_text
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.train.config import TrainConfig
@@ -153,7 +154,7 @@ def test_kinds_of_stages_that_there_was_no_time_to_compile_are_left_out() -> Non
     assert {kind.tp for name in costs.cluster.types for kind in left.profile.of(name).pieces} == {1, 4}
     assert hg.plan(left, hg.Workload(sequences=8, length=64)).seconds > 0
     assert excluded_text(costs, costs) == ""
-    assert excluded_text(costs, left).startswith("; 2 kinds of stages, not compiled before the deadline, excluded")
+    assert excluded_text(costs, left).startswith("; excluded 2 kinds of stages that were not compiled in time: ")
 
 
 def test_kinds_that_the_other_process_has_compiled_are_kept_at_the_deadline() -> None:
@@ -331,6 +332,20 @@ def test_the_deadline_counts_from_the_start_of_the_command(uneven: Path, monkeyp
         assert result.exit_code == 1
         assert result.stderr.endswith("\nhydragraph: try again\n")
     assert limits[0] > limits[1] == 0
+
+
+def test_a_stopped_search_prints_its_best_plan(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*given: Any) -> None:
+        for seconds in (12.5, 10.77):
+            given[-1](seconds, "<tp1,pp1>")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "plan", stopped)
+    result = plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME)
+    assert result.exit_code == 130
+    assert result.stdout == "best plan so far: <tp1,pp1>, 10.77 s an iteration\n"
+    assert "searching; best so far: 12.5 s an iteration\n" in result.stderr
+    assert result.stderr.endswith("hydragraph: stopped\n")
 
 
 def test_sample_mini_batches_give_candidates(uneven: Path) -> None:

@@ -205,6 +205,17 @@ def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
         hg.plan(make(), hg.Workload(sequences=4, length=LENGTH))  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("lengths", [None, [[900, 200, 40], [300, 300, 300]]])
+def test_better_plans_are_reported_during_the_search(lengths: list[list[int]] | None) -> None:
+    told: list[tuple[float, str]] = []
+    work = hg.Workload(8, LENGTH) if lengths is None else hg.Workload(lengths=lengths)
+    plan = hg.plan(priced.costs(4, priced.mixed()), work, improved=lambda *found: told.append(found))
+    seconds = [found for found, _ in told]
+    assert seconds == sorted(set(seconds), reverse=True)
+    assert seconds[-1] == pytest.approx(plan.seconds, rel=0.01)
+    assert all(hg.Strategy.parse(text, 4) for _, text in told)
+
+
 def test_an_unknown_method_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     with pytest.raises(ValueError, match="use 'auto', 'metis', 'mixed', 'search', 'straggler'"):
