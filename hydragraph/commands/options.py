@@ -237,7 +237,7 @@ def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int
 
 
 def check_strategies(texts: Sequence[str], model: ModelConfig, ranks: int) -> None:
-    """Check strategies without PyTorch, if the model's config states the number of layers."""
+    """Check strategies if the model's config states the number of layers."""
     layers, heads = (stated_size(model, name) for name in ("num_hidden_layers", "num_attention_heads"))
     if layers is not None:
         strategies_of(texts, layers, ranks, () if heads is None else (heads,))
@@ -246,7 +246,7 @@ def check_strategies(texts: Sequence[str], model: ModelConfig, ranks: int) -> No
 def stated_size(model: ModelConfig, name: str) -> int | None:
     sizes = dict(model.config or {})
     if model.directory is not None and model.architecture is None:
-        with suppress(OSError, ValueError, TypeError):  # reported when the model is built
+        with suppress(OSError, ValueError, TypeError):  # reported later
             sizes = json.loads(Path(model.directory, "config.json").read_text(encoding="utf-8")) | sizes
     size = sizes.get(name)
     return size if isinstance(size, int) and size > 0 else None

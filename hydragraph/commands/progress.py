@@ -16,10 +16,7 @@ REPEAT_S = 10.0
 
 @contextmanager
 def progress(first: str) -> Iterator[Say]:
-    """Show the current activity; without a terminal, also repeat it every `REPEAT_S`.
-
-    Yields a function that sets the activity and returns the previous one.
-    """
+    """Show an activity, repeatedly; yield a function that changes it and returns the previous one."""
     console = Console(stderr=True)
     began = time.monotonic()
     activities = [first]

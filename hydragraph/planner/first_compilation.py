@@ -48,7 +48,7 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     Yields whether any function is missing.
 
     Args:
-        seconds: maximum time to wait; the processes then continue after the command.
+        seconds: maximum time to wait; the processes then continue.
 
     Raises:
         StillCompiling: a function was not compiled in time.
@@ -69,8 +69,8 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
         if not over and time.monotonic() > until:
             processes.clear()
             raise StillCompiling(
-                "the planner's search is being compiled once, which takes up to a minute on one core and continues "
-                "in the background: try again, or omit --deadline"
+                "the planner's search is still being compiled in the background: try again in a minute, or omit "
+                "--deadline"
             )
         return over
 

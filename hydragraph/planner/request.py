@@ -1,4 +1,4 @@
-"""Questions to the planner, and requests between planning processes; imports neither torch, numba nor scipy."""
+"""Requests between planning processes; imports neither torch, numba nor scipy."""
 
 from __future__ import annotations
 

@@ -254,7 +254,6 @@ class Strategy:
 
 
 def strategies_of(texts: Sequence[str], layers: int, ranks: int, heads: tuple[int, ...] = ()) -> tuple[Strategy, ...]:
-    """Read and check a config's strategies."""
     strategies: list[Strategy] = []
     for i, text in enumerate(texts):
         try:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CostFiles:
-    """Contents of the files that predictions use."""
-
     profile: Profile | None = None
     corrections: Corrections | None = None
     lengths: list[int] | None = None

@@ -53,7 +53,7 @@ def test_a_deadline_ends_the_wait_but_not_the_compilation(monkeypatch: pytest.Mo
         (ended,) = numba_compiler._others
         assert not ended()
         now[0] = 12.1
-        with pytest.raises(StillCompiling, match="continues in the background: try again"):
+        with pytest.raises(StillCompiling, match="in the background: try again in a minute"):
             ended()
     assert not any(process.kill.called for process in processes)
 
