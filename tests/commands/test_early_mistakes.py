@@ -47,13 +47,13 @@ def test_mistakes_are_answered_before_slow_imports(tmp_path: Path) -> None:
     ]
     expected = [missing] * len(cases)
     for words, sentence in (
-        ([*devices, "--method", "best"], "method is 'best'"),
+        ([*devices, "--method", "best"], "'method' is 'best'"),
         ([*devices, "--running", "<[0]x3>"], f"--running: {layers}"),
-        ([*devices, "--home", "1,2"], "home '1,2': shares has 2 numbers"),
+        ([*devices, "--home", "1,2"], "home '1,2': 'shares' has 2 numbers"),
         ([*devices, "--efficiency", "2"], "--efficiency 2: give a fraction"),
         ([*devices, "--price", "1", "--budget", "0"], "--budget 0: the cheapest node costs $2"),
         ([*equal, *profile, *lengths, "--strategy", "<tp3"], "--strategy 0: strategy text: expected ','"),
-        (["simulate", config, "--home", "1,2"], "home '1,2': shares has 2 numbers"),
+        (["simulate", config, "--home", "1,2"], "home '1,2': 'shares' has 2 numbers"),
         (["simulate", config, "--what-if", "device 9 x2"], "'device 9 x2': use one of the cluster's ranks"),
         (["check", config, "--arch", "x"], "unknown --arch x"),
         *(
