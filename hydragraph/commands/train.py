@@ -29,6 +29,7 @@ from hydragraph.commands.launch_process import (
 from hydragraph.commands.options import CommonOptions, Set, check_strategies, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
+from hydragraph.train.available_devices import RanksIfEqual, own_gpus
 from hydragraph.train.config import TrainConfig
 
 _ALL_LOST = 3  # maximum restarts of an elastic run after it lost all ranks, or a rank before the first step
@@ -252,7 +253,8 @@ def _train(
                 return train_rank(config, begin, step, trace, stopping)
             where = "this machine" if nodes is None or nodes.count == 1 else f"{nodes.count} machines"
             if nodes is None or nodes.handed is None:
-                _print(f"starting {config.ranks} ranks on {where}: each rank first imports PyTorch and transformers")
+                ranks = "the" if isinstance(config.ranks, RanksIfEqual) else config.ranks
+                _print(f"starting {ranks} ranks on {where}: each rank first imports PyTorch and transformers")
             again = (Exception,) if restarts else (RankFailure,) if lost else ()
             restartable_nodes = replace(nodes, again=again) if nodes is not None else None
             work = (config.ranks, train_rank, config, begin, step, trace)
@@ -290,6 +292,9 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
         raise ValueError(
             f"'ranks' is {config.ranks}, but there are {nodes.count} machines: set at least one rank per machine"
         )
+    if nodes is not None:
+        fills = isinstance(config.ranks, RanksIfEqual)
+        nodes = replace(nodes, devices=max(own_gpus(config.device), 1), fills=fills)
     return nodes if nodes is None or store is None else _electing(config, nodes, store)
 
 
@@ -321,7 +326,7 @@ def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
     """Train on this rank; without `stopping`, the launching process forwards stop requests."""
-    from hydragraph.cluster.rendezvous.member import Told, elastic
+    from hydragraph.cluster.rendezvous.member import Told, elastic, here
     from hydragraph.engine import api
     from hydragraph.train.loop import train
     from hydragraph.train.progress_line import Screen
@@ -331,6 +336,8 @@ def train_rank(
     if stopping is None:
         with Stopping(config.grace_s, led=True) as stopping:
             return train_rank(config, begin, step, trace, stopping)
+    if (member := here()) is not None and isinstance(config.ranks, RanksIfEqual):
+        config = replace(config, ranks=member.ranks)
     quieten()
     with Screen(Console(stderr=True)) as screen:
         return train(config, begin, api.compile, screen, trace, step, stopping)

@@ -6,6 +6,10 @@ import os
 from dataclasses import dataclass
 
 
+class RanksIfEqual(int):
+    """Number of ranks if all machines equal this one."""
+
+
 @dataclass(frozen=True)
 class AvailableDevices:
     """Devices, each with one process; `text` describes them."""
@@ -15,14 +19,19 @@ class AvailableDevices:
     text: str
 
 
-def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
-    """Return this machine's devices, times a launcher's machines if their processes start the ranks (`supervised`)."""
+def own_gpus(device: str | None = None) -> int:
     import torch
 
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return 0 if device == "cpu" else torch.cuda.device_count()
+
+
+def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
+    """Return this machine's devices, times a launcher's machines if their processes start the ranks (`supervised`)."""
+    gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         alone = supervised and os.environ.get("LOCAL_WORLD_SIZE") == "1"
-        ranks = int(os.environ["WORLD_SIZE"]) * (max(gpus, 1) if alone else 1)
+        processes = int(os.environ["WORLD_SIZE"])
+        ranks = RanksIfEqual(processes * max(gpus, 1)) if alone else processes
         return AvailableDevices(ranks, gpus > 0, f"{ranks} rank{'s' * (ranks != 1)} of the launcher")
     if gpus:
         return AvailableDevices(gpus, True, f"{gpus} GPU{'s' * (gpus != 1)} of this machine")

@@ -17,7 +17,7 @@ from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import checked_record, flow_yaml, from_record, load_yaml, parse_yaml
-from hydragraph.train.available_devices import devices_here
+from hydragraph.train.available_devices import RanksIfEqual, devices_here
 from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, underived
 from hydragraph.train.field_checks import (
@@ -636,7 +636,7 @@ class TrainConfig:
         elastic = self.elastic
         if elastic.copies > self.home.copies:
             self._set("home", replace(self.home, copies=elastic.copies))
-        if elastic.min_ranks is not None and elastic.min_ranks > self.ranks > 1:
+        if not isinstance(self.ranks, RanksIfEqual) and (elastic.min_ranks or 0) > self.ranks > 1:
             raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, but 'ranks' is {self.ranks}: lower min_ranks")
         if self.automatic and len(self.strategies) > 1:
             raise ValueError("'strategies: auto' cannot be combined with other strategies: remove 'auto' or the others")

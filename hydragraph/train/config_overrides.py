@@ -41,6 +41,7 @@ def underived(config: Any) -> dict[str, Any]:
     """Return a config's fields, with defaults for those that loading derives, so that overrides apply."""
     data: dict[str, Any] = plain(asdict(config))
     data["plan"] = plain(asdict(given_plan(config)))
+    data["ranks"] = int(config.ranks)
     if config.elastic.copies > 1:
         data["home"]["copies"] = 1
     if config.objective is not None:

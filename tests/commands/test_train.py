@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +17,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import Result
 
+from hydragraph.cluster.supervision.coordinator import Nodes
 from hydragraph.commands.launch_process import first_seen, running_s
-from hydragraph.commands.train import _print_events, surviving
+from hydragraph.commands.train import _nodes, _print_events, surviving
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.goodput import WallTime
 from hydragraph.train.run_folder import RunFolder
@@ -93,6 +95,22 @@ def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(
     assert survives(strategies=LOPSIDED, ranks=4), "the launcher's processes are too few to be the ranks"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not survives(strategies=LOPSIDED, ranks=4)
+
+
+@pytest.fixture
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this is the process of the first of two machines, with 4 GPUs."""
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_one_process_per_machine_starts_a_rank_for_each_device_unless_ranks_is_given(tmp_path: Path) -> None:
+    config = surviving(TrainConfig.load(write(tmp_path, strategies="auto", ranks=None, device=None)))
+    assert _nodes(config, None) == Nodes(0, 2, "a", 5, devices=4, fills=True)
+    assert _nodes(replace(config, ranks=8), None) == Nodes(0, 2, "a", 5, devices=4)
 
 
 @thorough

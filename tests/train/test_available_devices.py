@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydragraph.train.available_devices import AvailableDevices, devices_here
+from hydragraph.train.available_devices import AvailableDevices, RanksIfEqual, devices_here
 from hydragraph.train.config import TrainConfig
 from tests.commands.tiny import write
 
@@ -43,10 +43,23 @@ def test_ranks_default_to_every_gpu_of_every_machine(
     file = write(tmp_path, strategies="auto", ranks=None, device=None)
     config = TrainConfig.load(file)
     assert config.ranks == expected
-    assert TrainConfig.load(file, ["ranks=2"]).ranks == 2
+    assert isinstance(config.ranks, RanksIfEqual) == (here == 1)
+    given = TrainConfig.load(file, ["ranks=2"])
+    assert given.ranks == 2
+    assert not isinstance(given.ranks, RanksIfEqual)
     config.save(tmp_path / "saved.yaml")
     launched(monkeypatch, 3)
     assert TrainConfig.load(tmp_path / "saved.yaml") == config, "a run keeps its number of ranks"
+
+
+def test_a_machine_with_few_gpus_leaves_the_least_number_of_ranks_to_the_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, strategies="auto", ranks=None, device=None, elastic={"min_ranks": 5})
+    launched(monkeypatch, 2, processes=2)
+    assert TrainConfig.load(file).ranks == 4
+    with pytest.raises(ValueError, match="min_ranks is 5, but ranks is 4: lower min_ranks"):
+        TrainConfig.load(file, ["ranks=4"])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -59,6 +59,9 @@ class Nodes:
         address, port: address and port of the launcher's store, which is on machine 0.
         shared: whether the launcher, not the process of machine 0, hosts this store.
         again: errors that make the leader restart the run.
+        devices: number of devices here.
+        fills: whether every device gets a rank.
+        ranks, placed: number of ranks, and devices by machine, once ranks are placed.
         election: election of the leader, or None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
@@ -69,19 +72,55 @@ class Nodes:
     port: int
     shared: bool = False
     again: tuple[type[Exception], ...] = ()
+    devices: int = 1
+    fills: bool = False
+    ranks: int = 0
+    placed: tuple[int, ...] = ()
     election: Election | None = field(default=None, compare=False)
     handed: Handed | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat (rank or spare): ranks are spread evenly in order, and spares round-robin."""
-        return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
+        """Return the machine of a seat (rank or spare): ranks are placed in order, and spares round-robin."""
+        if seat >= ranks:
+            return (seat - ranks) % self.count
+        return seats_by_machine(ranks, self.placed or (1,) * self.count)[seat]
 
     def local(self, seat: int, ranks: int) -> int:
-        """Return the number of a seat within its machine; spares follow the ranks."""
+        """Return a seat's number within its machine; spares follow."""
         return sum(self.of(earlier, ranks) == self.of(seat, ranks) for earlier in range(seat))
 
     def here(self, number: int, ranks: int) -> int:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
+
+    def place(self, ranks: int, devices: Sequence[int]) -> Nodes:
+        """Return the machines with ranks placed; ValueError: unequal machines have too few devices."""
+        total = sum(devices)
+        ranks = total if self.fills else ranks
+        if len(set(devices)) > 1 and ranks > total:
+            each = ", ".join(f"machine {node} has {count}" for node, count in enumerate(devices))
+            raise ValueError(f"ranks is {ranks}, but of {total} devices, {each}: set ranks to at most {total}")
+        return replace(self, ranks=ranks, placed=tuple(devices))
+
+    def refusal(self, number: int, devices: int) -> str:
+        needed = min(self.placed[number], self.here(number, self.ranks)) if self.placed else 0
+        if devices >= needed:
+            return ""
+        return (
+            f"machine {number} has {devices} devices, but its ranks need {needed}: add devices, or restart all "
+            "machines with --resume"
+        )
+
+
+@cache
+def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the machine of each rank: evenly if devices are equal, else in proportion to them."""
+    count = len(devices)
+    if len(set(devices)) == 1:
+        return tuple(rank * count // ranks for rank in range(ranks))
+    shares = [1] * count
+    for _ in range(ranks - count):
+        shares[min(range(count), key=lambda node: (shares[node] + 0.5) / devices[node])] += 1
+    return tuple(node for node, share in enumerate(shares) for _ in range(share))
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
@@ -106,7 +145,7 @@ class Seated:
 
 @dataclass(frozen=True, eq=False)
 class Handed:
-    """Members that this machine runs for an earlier leader, their seats, and their private folder."""
+    """An earlier leader's members on this machine, their seats and private folder."""
 
     crew: tuple[RankHandle, ...]
     seats: Mapping[int, Seated]
@@ -119,15 +158,12 @@ class Hello:
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
+    devices: int = 1
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The leader has accepted a deputy.
-
-    Attributes:
-        kept: whether the members that the deputy named continue; if not, the deputy ends them.
-    """
+    """The leader has accepted a deputy, whose members continue if `kept`."""
 
     kept: bool
     host: str
@@ -147,15 +183,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Kill:
-    """End a member's process."""
-
     number: int
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A member's process has ended."""
-
     number: int
     outcome: Outcome
 
@@ -177,10 +209,11 @@ class Stop:
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended with `error` ("" after success), or is being restarted (`again`)."""
+    """The run has ended with `error` ("" after success), or only `here`, or is being restarted (`again`)."""
 
     error: str = ""
     again: bool = False
+    here: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,7 +269,7 @@ class Link:
                 self.down = self.down or f"the connection broke ({error})"
 
     def hear(self, wait_s: float) -> Any:
-        """Return the next message, or None; send a heartbeat if one is due."""
+        """Return the next message or None; send a due heartbeat."""
         message = None
         try:
             if self.connection.poll(wait_s):
@@ -261,7 +294,7 @@ class Link:
 
 
 class RemoteProcess(AbsentProcess):
-    """Supervisor's view of a process on another machine."""
+    """A process on another machine."""
 
     def __init__(self, link: Link, number: int) -> None:
         super().__init__()
@@ -299,6 +332,7 @@ class Hub:
         self._adopted: list[RankHandle] = []
         self._seats: dict[int, Seated] = {}
         self._posts: dict[int, _Post] = {}
+        self._devices = {nodes.number: nodes.devices}
         self._news: set[int] = set()
         self._links = MachineLinks()
         self._looked = time.monotonic()
@@ -336,8 +370,18 @@ class Hub:
             time.sleep(0.02)
         self.arrived()
 
+    def place(self, ranks: int) -> Nodes:
+        with self._lock:
+            self.nodes = self.placed(ranks)
+        return self.nodes
+
+    def placed(self, ranks: int) -> Nodes:
+        """Return `nodes` with ranks placed; absent machines count like this one."""
+        own = self.nodes.devices
+        return self.nodes.place(ranks, [self._devices.get(node, own) for node in range(self.nodes.count)])
+
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines' deputies; return the members that they run for an earlier leader, with seats."""
+        """Wait for these machines' deputies; return the members that they run, with seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -354,7 +398,7 @@ class Hub:
             return node == self.nodes.number or (there and node not in self._links.dropped)
 
     def arrived(self) -> tuple[int, ...]:
-        """Return the machines that have connected since the last call."""
+        """Return machines that connected since the last call."""
         with self._lock:
             news = self._news
             self._news = set()
@@ -439,12 +483,19 @@ class Hub:
         post = _Post(link)
         with self._lock:
             closed = self._closed  # a blocked `accept` accepts one more connection
-            before = None if closed else self._register(hello, post)
+            refusal = self.nodes.refusal(hello.node, hello.devices)
+            before = None if closed or refusal else self._register(hello, post)
         if closed:
             self._end(link)
             return
+        if refusal:
+            _LOG.warning("%s", refusal)
+            link.send(Over(refusal, here=True))
+            link.close("it is refused")
+            return
         if before is not None and not before.link.down:
-            before.link.send(Over(f"a second process was started for machine {hello.node}, and replaces this one"))
+            why = f"a second process was started for machine {hello.node}, and replaces this one"
+            before.link.send(Over(why, here=True))
             before.link.close("it was started again")
         _LOG.info("machine %d has arrived", hello.node)
         while not link.down:
@@ -484,6 +535,7 @@ class Hub:
         if self.nodes.election is not None:
             link.send(Welcome(self._adopting, self.nodes.address, self._port))
         before = self._posts.get(hello.node)
+        self._devices[hello.node] = hello.devices
         self._posts[hello.node] = post
         self._news.add(hello.node)
         return before
@@ -538,7 +590,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
     except (EOFError, multiprocessing.AuthenticationError) as error:
         raise ConnectionError(f"the leading machine's supervisor has been replaced ({error})") from None
     link = Link(connection, UNREACHABLE_S, term)
-    link.send(Hello(nodes.number, members or {}))
+    link.send(Hello(nodes.number, members or {}, nodes.devices))
     return link
 
 
@@ -548,7 +600,7 @@ def host_of(link: Link) -> str:
 
 
 def _watched(connected: socket.socket, patience_s: float) -> None:
-    """Make the operating system drop a connection whose other end does not answer."""
+    """Let the operating system drop connections without answers."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_NODELAY", 1),

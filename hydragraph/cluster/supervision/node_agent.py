@@ -79,8 +79,6 @@ class Alone:
 
 @dataclass(eq=False)
 class Deputy:
-    """Starts, watches and ends the processes of one machine."""
-
     _context: Context
     _nodes: Nodes
     _say: Callable[[str], None]
@@ -105,7 +103,8 @@ class Deputy:
             while (link := self._reach(patience_s)) is not None:
                 over = self._serve(link)
                 if over is not None and over.error:
-                    raise EndedElsewhere(f"{self._leader} has ended the run: {over.error}")
+                    what = "this process" if over.here else "the run"
+                    raise EndedElsewhere(f"{self._leader} has ended {what}: {over.error}")
                 if over is not None and not over.again:
                     return None
                 patience_s = back_s

@@ -82,14 +82,22 @@ def run_members(
     """Start ranks, keep them running, and return the pickled results of the ranks that remain."""
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
+    if nodes is not None and nodes.election is not None and handed is not None and (text := nodes.election.record()):
+        saved = json.loads(text)
+        ranks = saved["ranks"]
+        nodes = replace(nodes, ranks=ranks, placed=tuple(saved["devices"]))
+        if refusal := nodes.refusal(nodes.number, nodes.devices):
+            raise ValueError(refusal)
 
     def started(number: int, seat: int, late: bool) -> RankHandle:
         place = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
-        if nodes is not None and hub is not None:
-            node = nodes.of(seat, ranks)
-            place = replace(place, host=nodes.address, node=node, local=nodes.local(seat, ranks))
-            place = replace(place, here=nodes.here(node, ranks))
-            if node != nodes.number:
+        if hub is not None:
+            placed = hub.nodes
+            node = placed.of(seat, placed.ranks)
+            local = placed.local(seat, placed.ranks)
+            place = replace(place, ranks=placed.ranks, host=placed.address, node=node, local=local)
+            place = replace(place, here=placed.here(node, placed.ranks))
+            if node != placed.number:
                 order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
                 return hub.start(node, order)
             own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
@@ -110,6 +118,7 @@ def run_members(
             supervisor.adopt(handed)
         elif hub is not None:
             hub.gather(_ARRIVAL, supervisor.enough)
+            supervisor.place()
         with (relay or Relay()).to([supervisor]), _on_return(supervisor.refill):
             supervisor.run(timeout)
         return supervisor.results()
@@ -176,7 +185,7 @@ class Supervisor:
         self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout: timedelta | None) -> None:
-        """Run until all members have reported outcomes, or no other member can come."""
+        """Run until all members have ended, and none can come."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
         if not self.crew:
             self._place.order(self._record.orders)
@@ -235,10 +244,25 @@ class Supervisor:
             self._empty |= vacant
 
     def enough(self, waited_s: float) -> bool:
-        """Return whether to start without missing machines, which may have been lost with an earlier leader."""
+        """Return whether to start without machines that were lost with an earlier leader."""
         lost = self._election is not None and self._election.standing.lease.prior is not None
-        there = sum(map(self._there, range(self._ranks)))
-        return lost and waited_s > RETURN_S and there >= self._elastic.min_ranks
+        if not lost or waited_s <= RETURN_S or self.hub is None:
+            return False
+        nodes = self.hub.placed(self._ranks)
+        there = sum(self.hub.present(nodes.of(seat, nodes.ranks)) for seat in range(nodes.ranks))
+        return there >= self._elastic.min_ranks
+
+    def place(self) -> None:
+        assert self.hub is not None
+        nodes = self.hub.place(self._ranks)
+        least = self._elastic.min_ranks
+        if least > nodes.ranks:
+            raise ValueError(f"min_ranks is {least}, but ranks is {nodes.ranks}: lower min_ranks")
+        self._ranks = nodes.ranks
+        self._rules = Rules(nodes.ranks, least)
+        if len(set(nodes.placed)) > 1:
+            here = [nodes.here(node, nodes.ranks) for node in range(nodes.count)]
+            _LOG.warning("machines with %s devices run %s ranks", list(nodes.placed), here)
 
     @property
     def _every_seat(self) -> range:
@@ -251,7 +275,8 @@ class Supervisor:
             # The seat of a member that was lost with the previous leader is unknown.
             nodes = {self._node(self._seats[member]) for member in members if member in self._seats}
             saved = {"record": record_text(self._record), "next": self._next}
-            saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes)}
+            saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes), "ranks": self._ranks}
+            saved |= {"devices": () if self.hub is None else self.hub.nodes.placed}
             self._election.write(record=json.dumps(saved))
 
     def terminate(self) -> None:

@@ -103,6 +103,51 @@ def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, 
         assert local == list(range(len(local)))
 
 
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 20))
+def test_ranks_are_placed_in_proportion_to_devices_and_never_share_one(devices: list[int], fewer: int) -> None:
+    nodes = Nodes(0, len(devices), "", 0)
+    full = replace(nodes, fills=True).place(1, devices)
+    assert [full.here(node, full.ranks) for node in range(nodes.count)] == devices
+    assert full.of(full.ranks, full.ranks) == 0, "spares are placed as without devices"
+    ranks = max(nodes.count, sum(devices) - fewer)
+    some = nodes.place(ranks, devices)
+    each = [some.here(node, ranks) for node in range(nodes.count)]
+    assert sum(each) == ranks == some.ranks
+    assert all(1 <= share <= count for share, count in zip(each, devices, strict=True))
+    assert [nodes.of(seat, ranks) for seat in range(ranks)] == [
+        nodes.place(ranks, [2] * nodes.count).of(seat, ranks) for seat in range(ranks)
+    ]
+
+
+def test_ranks_are_placed_on_unequal_machines_or_refused() -> None:
+    nodes = Nodes(0, 3, "", 0)
+    each = lambda ranks: [nodes.place(ranks, (8, 4, 1)).here(node, ranks) for node in range(3)]  # noqa: E731
+    assert each(13) == [8, 4, 1]
+    assert each(6) == [3, 2, 1]
+    assert each(3) == [1, 1, 1]
+    refused = r"ranks is 14, but of 13 devices, machine 0 has 8, machine 1 has 4, .*: set ranks to at most 13"
+    with pytest.raises(ValueError, match=refused):
+        nodes.place(14, (8, 4, 1))
+    shared = nodes.place(6, (1, 1, 1))
+    assert shared.ranks == 6, "equal machines may share devices among ranks"
+    assert not shared.refusal(1, 1)
+
+
+def test_a_machine_that_returns_with_too_few_devices_is_refused(hub: Hub, first: Nodes) -> None:
+    other = replace(first, number=1, devices=4)
+    link = reach(other)
+    hub.gather(timedelta(seconds=PATIENCE_S))
+    assert hub.place(4) == replace(first, ranks=4, placed=(1, 4))
+    assert [hub.nodes.here(node, 4) for node in (0, 1)] == [1, 3]
+    link.close("")
+    over = heard(reach(replace(other, devices=2)), Over)
+    assert over.here
+    assert over.error.startswith("machine 1 has 2 devices, but its ranks need 3: ")
+    hub.arrived()
+    reach(replace(other, devices=3))
+    until(lambda: hub.arrived() == (1,))
+
+
 def test_a_launcher_that_starts_several_processes_on_a_machine_starts_ranks() -> None:
     there = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCAL_WORLD_SIZE": "1"}
     assert nodes_of(there) == Nodes(1, 2, "a", 5)

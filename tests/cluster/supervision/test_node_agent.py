@@ -46,13 +46,13 @@ def work(kill):
 
 
 if __name__ == "__main__":
-    number, port, kill = map(int, sys.argv[1:])
+    number, port, kill, devices = map(int, sys.argv[1:])
     os.environ["SUPERVISOR"] = str(os.getpid())
-    nodes = Nodes(number, 2, "127.0.0.1", port)
+    nodes = Nodes(number, 2, "127.0.0.1", port, devices=devices, fills=not kill)
     if number:
         follow(nodes, print)
     else:
-        print(hg.launch(work, 3, bool(kill), elastic=hg.Elastic(rejoin=False), nodes=nodes))
+        print(hg.launch(work, 3 if kill else 2, bool(kill), elastic=hg.Elastic(rejoin=False), nodes=nodes))
 """
 
 
@@ -96,15 +96,15 @@ def free() -> int:
         return int(server.getsockname()[1])
 
 
-def machines(folder: Path, kill: bool) -> list[tuple[int, str]]:
-    """Run the script on both machines; return how each ended, and what it printed."""
+def machines(folder: Path, kill: bool, devices: tuple[int, int]) -> list[tuple[int, str]]:
+    """Run the script on both machines, with so many devices; return how each ended, and what it printed."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     port = free()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), str(number), str(port), str(int(kill))],
+            [sys.executable, str(script), str(number), str(port), str(int(kill)), str(devices[number])],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -115,16 +115,16 @@ def machines(folder: Path, kill: bool) -> list[tuple[int, str]]:
     return [(process.wait(LIMIT_S), process.communicate()[0]) for process in started]
 
 
-def test_ranks_on_two_machines_know_their_places(tmp_path: Path) -> None:
-    (code, said), (other, theirs) = machines(tmp_path, kill=False)
+def test_ranks_on_two_machines_with_unequal_devices_know_their_places(tmp_path: Path) -> None:
+    (code, said), (other, theirs) = machines(tmp_path, kill=False, devices=(1, 2))
     assert code == other == 0, said + theirs
     ranks = eval(said.splitlines()[-1])
-    assert [first[:4] for first, _, _ in ranks] == [(0, "0", "2", "0"), (1, "1", "2", "0"), (2, "0", "1", "1")]
+    assert [first[:4] for first, _, _ in ranks] == [(0, "0", "1", "0"), (1, "0", "2", "1"), (2, "1", "2", "1")]
 
 
 @thorough
 def test_ranks_go_on_where_the_supervisor_of_another_machine_is_killed_and_its_ranks_end(tmp_path: Path) -> None:
-    (code, said), (other, _) = machines(tmp_path, kill=True)
+    (code, said), (other, _) = machines(tmp_path, kill=True, devices=(1, 1))
     assert code == 0, said
     assert other == -signal.SIGKILL
     ranks = eval(said.splitlines()[-1])

@@ -107,3 +107,4 @@ def test_a_new_leader_saves_its_record_although_the_newest_member_is_lost(store:
     supervisor._next = 4  # member 3 was on the previous leader's machine
     supervisor._save()
     assert json.loads(saved[0])["nodes"] == []
+    assert json.loads(saved[0])["ranks"] == 2
