@@ -136,6 +136,8 @@ def train_command(options: TrainOptions) -> None:
         check_strategies(config.strategies, config.model, config.ranks)
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
     nodes = _nodes(config, options.store)
+    if nodes is None and launched() and os.environ.get("LOCAL_WORLD_SIZE") == "1" and config.automatic:
+        _print_idle(own_gpus(config.device))
     if nodes is not None and nodes.number and nodes.election is None:
         from hydragraph.cluster.launch import follow
 
@@ -174,6 +176,14 @@ def train_command(options: TrainOptions) -> None:
         first, last = outcome.history[0], outcome.history[-1]
         where = f"all results are in {outcome.folder.path}"
         _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; {where}")
+
+
+def _print_idle(gpus: int) -> None:
+    if gpus > 1:
+        _print(
+            f"this machine has {gpus} GPUs, but 1 rank: set elastic.min_ranks to 1 and leave ranks out, or start "
+            f"{gpus} processes per machine"
+        )
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import Result
 
+from hydragraph.cluster.processes.stop_requests import Interrupted
 from hydragraph.cluster.supervision.coordinator import Nodes
 from hydragraph.commands.launch_process import first_seen, running_s
 from hydragraph.commands.train import _nodes, _print_events, surviving
@@ -111,6 +112,16 @@ def test_one_process_per_machine_starts_a_rank_for_each_device_unless_ranks_is_g
     config = surviving(TrainConfig.load(write(tmp_path, strategies="auto", ranks=None, device=None)))
     assert _nodes(config, None) == Nodes(0, 2, "a", 5, devices=4, fills=True)
     assert _nodes(replace(config, ranks=8), None) == Nodes(0, 2, "a", 5, devices=4)
+
+
+@pytest.mark.usefixtures("first_of_two")
+@pytest.mark.parametrize(("elastic", "idle"), [({"min_ranks": 0}, True), ({}, False)])
+def test_a_machine_with_several_gpus_and_one_rank_says_what_to_set(
+    elastic: dict[str, int], idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hydragraph.commands.train._train", mock.Mock(side_effect=Interrupted(15)))
+    result = run("train", write(tmp_path, strategies="auto", ranks=None, device=None, elastic=elastic))
+    assert ("this machine has 4 GPUs, but 1 rank: set elastic.min_ranks to 1" in result.stderr) == idle
 
 
 @thorough
