@@ -5,7 +5,6 @@ Changes that no version counter records (`p.data.zero_()`, NumPy) and changes in
 
 from __future__ import annotations
 
-import argparse
 import collections
 import enum
 import functools
@@ -22,10 +21,12 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.state_readers import (
     Readers,
+    attributes_of,
     base_library_of,
     cells_of,
+    defaults_of,
     globals_of,
-    is_installed,
+    has_state,
     library_of,
     mentions,
     rates_of,
@@ -98,7 +99,7 @@ class _Names:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A parameter or buffer of a module; `state` is its version and its memory address."""
+    """A parameter or buffer; `state` is its version and memory address."""
 
     name: str
     local: str
@@ -210,7 +211,7 @@ class CompiledState:
         self._modules = [_Module.of(name, module, _depends_on_training(module, own)) for name, module in named]
         for name, module in named:
             self._add_attributes(name or type(module).__name__, module, readers)
-        self._add_loss(loss, readers)
+        self._add_reached("loss", loss, readers)
         self._add_code(readers)
 
     def refuse_evaluation(self) -> None:
@@ -257,7 +258,7 @@ class CompiledState:
         self._seen.add(id(owner))
         library = base_library_of(type(owner))
         values = {}
-        for name, value in vars(owner).items():
+        for name, value in attributes_of(owner).items():
             note = name in _NOTES or (library == "transformers" and name.startswith("_") and name != "_loss_function")
             if name not in _TABLES and (readers.reads(name) if library is None else not note):
                 values[name] = value
@@ -267,41 +268,51 @@ class CompiledState:
     def _add(
         self, where: str, now: Now, values: Mapping[str, Any], readers: Readers, owner: object | None = None
     ) -> None:
-        owner_attributes = None if owner is None else frozenset(vars(owner))
+        owner_attributes = None if owner is None else frozenset(attributes_of(owner))
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
         others = {n: _frozen(v) for n, v in values.items() if n not in plain and not isinstance(v, nn.Module)}
         if plain or others or owner_attributes is not None:
             self._names.append(_Names(where, now, plain, others, owner_attributes, type(owner)))
         for name, value in values.items():
-            if _has_state(value):
-                self._add_attributes(f"{where}.{name}", value, readers)
+            self._add_reached(f"{where}.{name}", value, readers)
 
-    def _add_loss(self, loss: Any, readers: Readers) -> None:
-        while isinstance(loss, functools.partial):
-            arguments = functools.partial(_arguments, weakref.ref(loss))
-            self._add("loss", arguments, arguments() or {}, readers)
-            loss = loss.func
-        owner = getattr(loss, "__self__", loss)
-        if _has_state(owner):
-            self._add_attributes("loss", owner, readers)
+    def _add_reached(self, where: str, value: Any, readers: Readers) -> None:
+        while isinstance(value, functools.partial):
+            arguments = functools.partial(_arguments, weakref.ref(value))
+            self._add(where, arguments, arguments() or {}, readers)
+            value = value.func
+        owner = value.__self__ if isinstance(value, types.MethodType) else value
+        if isinstance(owner, nn.Module):
+            for name, module in owner.named_modules():
+                self._add_attributes(f"{where}.{name}".rstrip("."), module, readers)
+        elif has_state(owner):
+            self._add_attributes(where, owner, readers)
 
     def _add_code(self, readers: Readers) -> None:
         for kind in readers.classes:
-            values = {n: v for n, v in vars(kind).items() if readers.reads(n) and not n.startswith("__")}
+            read = {n for k in kind.__mro__ if k in readers.classes for n in vars(k) if readers.reads(n)}
+            values = {n: vars(kind).get(n, _MISSING) for n in read if not n.startswith("__")}
             self._add(f"class {kind.__name__}", functools.partial(_attributes, weakref.ref(kind)), values, readers)
+        for module, names in readers.modules.items():
+            values = {n: v for n, v in vars(module).items() if n in names and not isinstance(v, types.ModuleType)}
+            self._add(f"module {module.__name__}", functools.partial(vars, module), values, readers)
         for function in readers.functions.values():
             name = function.__qualname__.replace(".<locals>", "")
+            reference = weakref.ref(function)
+            values = {n: v for n, v in vars(function).items() if readers.reads(n)}
+            self._add(f"attributes of {name}", functools.partial(_attributes, reference), values, readers)
+            defaults = functools.partial(_defaults, reference)
+            self._add(f"defaults of {name}", defaults, defaults_of(function), readers)
             cells = cells_of(function)
-            inner = _contents(cells)
-            stateful = {n: v for n, v in inner.items() if _has_state(v)}
-            # Closure cells with these values are not stored, because they would keep a model or trainer alive.
+            # Stored cells would keep these values alive.
             apart = nn.Module | Tensor | types.MethodType
-            compared = {n: c for n, c in cells.items() if n not in stateful and not isinstance(inner[n], apart)}
-            self._add(f"variables of {name}", functools.partial(_contents, compared), _contents(compared), readers)
-            for variable, value in stateful.items():
-                self._add_attributes(f"{variable} in {name}", value, readers)
-            read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType | type)}
-            self._add(f"globals of {name}", lambda scope=function.__globals__: scope, read, readers)  # type: ignore[misc]
+            inner = _contents(cells)
+            kept = {n: c for n, c in cells.items() if not isinstance(inner[n], apart) and not has_state(inner[n])}
+            self._add(f"variables of {name}", functools.partial(_contents, kept), _contents(kept), readers)
+            for variable, value in inner.items():
+                self._add_reached(f"{variable} in {name}", value, readers)
+            globals_read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType)}
+            self._add(f"globals of {name}", lambda scope=function.__globals__: scope, globals_read, readers)  # type: ignore[misc]
 
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
@@ -334,23 +345,19 @@ def _frozen(value: Any, depth: int = 4) -> Any:
     return type(value), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts)
 
 
-def _has_state(value: Any) -> bool:
-    apart = nn.Module | Tensor | type | types.FunctionType | types.MethodType | types.ModuleType
-    if isinstance(value, apart) or not hasattr(value, "__dict__"):
-        return False
-    kind = type(value)
-    if library_of(kind) is not None:
-        return library_of(kind) == "transformers" and kind.__name__.endswith("Config")
-    return isinstance(value, argparse.Namespace | types.SimpleNamespace) or not is_installed(kind)
-
-
 def _attributes(reference: Callable[[], Any]) -> Mapping[str, Any] | None:
-    return getattr(reference(), "__dict__", None)
+    owner = reference()
+    return None if owner is None else attributes_of(owner)
 
 
 def _arguments(reference: weakref.ref[functools.partial[Any]]) -> Mapping[str, Any] | None:
     call = reference()
     return None if call is None else {**call.keywords, **{f"argument {i}": v for i, v in enumerate(call.args)}}
+
+
+def _defaults(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] | None:
+    function = reference()
+    return None if function is None else defaults_of(function)
 
 
 def _contents(cells: Mapping[str, types.CellType]) -> dict[str, Any]:

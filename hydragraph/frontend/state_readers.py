@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dis
 import functools
@@ -9,17 +10,20 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # Code that mentions one of these names may read any attribute.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _RATES = ("drop", "jitter", "noise")
+_NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__"}) | {
+    *("__eq__", "__hash__", "__setattr__", "__delattr__", "__del__", "__getstate__", "__setstate__", "__reduce__"),
+}
 
 
 def library_of(kind: type) -> str | None:
@@ -46,25 +50,24 @@ class Readers:
 
     Attributes:
         names: every name and string constant in these functions.
+        modules: for each Python module, the names that these functions may read.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self.functions: dict[int, FunctionType] = {}
-        self.names = {"forward"}
+        self.modules: dict[ModuleType, set[str]] = {}
+        self.names: set[str] = set()
         self._dynamic = False
         kinds = [k for module in model.modules() for k in type(module).__mro__]
         self.classes = list(dict.fromkeys(k for k in kinds if library_of(k) is None))
-        for module in model.modules():
-            if type(module) in self.classes or "forward" in vars(module):
-                self._add(_functions(module.forward))
-        if isinstance(loss, nn.Module):
-            for module in loss.modules():
-                self._add_callable(module)
-        elif loss is not None:
-            self._add_callable(loss)
+        self._owners: dict[int, Any] = {id(m): m for m in model.modules() if library_of(type(m)) is None}
+        self._seen: dict[int, Any] = {}
+        self._pending = [m.forward for m in model.modules() if type(m) in self.classes or "forward" in vars(m)]
+        self._pending += loss.modules() if isinstance(loss, nn.Module) else [loss]
+        self._follow()
 
     def reads(self, name: str) -> bool:
-        return self._dynamic or name in self.names
+        return self._dynamic or name in self.names or name == "forward"
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the user's code may depend on `training`; dropout with a rate of 0 does not count."""
@@ -79,37 +82,92 @@ class Readers:
         calls = True
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f, calls) for f in self.functions.values())
 
-    def _add_callable(self, function: Any) -> None:
-        if isinstance(function, functools.partial):
-            self._add_callable(function.func)
-            return
-        owner = function.__self__ if isinstance(function, MethodType) else function
-        if not isinstance(owner, FunctionType | type):
-            self.classes += [k for k in type(owner).__mro__ if library_of(k) is None and k not in self.classes]
-        if not isinstance(function, MethodType | FunctionType):
-            function = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
-        self._add(_functions(function))
+    def _follow(self) -> None:
+        while self._pending:
+            while self._pending:
+                value = self._pending.pop()
+                if id(value) not in self._seen:
+                    self._seen[id(value)] = value
+                    self._find(value)
+            found = [v for owner in self._owners.values() for n, v in attributes_of(owner).items() if self.reads(n)]
+            found += [vars(k)[n] for k in self.classes for n in self.names & vars(k).keys()]
+            found += [vars(module)[n] for module, names in self.modules.items() for n in names]
+            self._pending = [value for value in found if id(value) not in self._seen]
 
-    def _add(self, functions: Iterable[FunctionType]) -> None:
-        pending = list(functions)
-        while pending:
-            function = pending.pop()
-            if id(function) in self.functions or not _is_users(function):
-                continue
-            self.functions[id(function)] = function
-            names = set(names_of(function.__code__))
-            self.names |= names
+    def _find(self, value: Any) -> None:
+        for function in _functions(value):
+            self._add(function)
+        owner: Any = value.__self__ if isinstance(value, MethodType) else value
+        if isinstance(value, functools.partial):
+            self._pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(owner, type):
+            self._add_class(owner)
+        elif isinstance(owner, nn.Module) or has_state(owner):
+            self._owners[id(owner)] = owner
+            self._add_class(type(owner))
+            self._pending += [value.forward] if isinstance(value, nn.Module) else []
+
+    def _add_class(self, kind: type) -> None:
+        for k in kind.__mro__:
+            if library_of(k) is None and not is_installed(k) and k not in self.classes:
+                self.classes.append(k)
+                self._pending += [v for n, v in vars(k).items() if n.startswith("__") and n not in _NOT_FOLLOWED]
+
+    def _add(self, function: FunctionType) -> None:
+        if id(function) in self.functions or not _is_users(function):
+            return
+        self.functions[id(function)] = function
+        names = set(names_of(function.__code__))
+        self.names |= names
+        if not function.__name__.startswith("__") or function.__name__ == "__call__":
             self._dynamic |= not names.isdisjoint(_DYNAMIC) or ("getattr" in names and not _spells_names(function))
-            pending += [f for k in self.classes for n in names & vars(k).keys() for f in _functions(vars(k)[n])]
-            values = [*globals_of(function).values(), *(c.cell_contents for c in cells_of(function).values())]
-            pending += [f for value in values for f in _functions(value)]
+        values = [*globals_of(function).values(), *vars(function).values(), *defaults_of(function).values()]
+        values += [cell.cell_contents for cell in cells_of(function).values()]
+        self._pending += values
+        for module in [*values, *_imported(function)]:
+            self._add_module(module, names)
+
+    def _add_module(self, module: Any, names: set[str]) -> None:
+        if isinstance(module, ModuleType) and _is_users_module(module):
+            known = self.modules.setdefault(module, set())
+            new = (names & vars(module).keys()) - known
+            known |= new
+            for name in new:
+                self._add_module(vars(module)[name], names)
+
+
+def has_state(value: Any) -> bool:
+    apart = nn.Module | Tensor | type | FunctionType | MethodType | ModuleType
+    if isinstance(value, apart) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
+        return False
+    kind = type(value)
+    if library_of(kind) is not None:
+        return library_of(kind) == "transformers" and kind.__name__.endswith("Config")
+    return isinstance(value, argparse.Namespace | SimpleNamespace) or not is_installed(kind)
+
+
+def attributes_of(owner: Any) -> Mapping[str, Any]:
+    attributes: Mapping[str, Any] | None = getattr(owner, "__dict__", None)
+    if attributes is not None:
+        return attributes
+    slots = [n for k in type(owner).__mro__ for n in vars(k).get("__slots__", ())]
+    return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
     """Return the globals that a function reads, without builtins."""
-    instructions = (instruction for code in _codes(function.__code__) for instruction in dis.get_instructions(code))
-    names = [instruction.argval for instruction in instructions if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    names = _arguments_of(function, "LOAD_GLOBAL", "LOAD_NAME")
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _imported(function: FunctionType) -> list[ModuleType]:
+    names = {part for name in _arguments_of(function, "IMPORT_NAME") for part in (name, name.partition(".")[0])}
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _arguments_of(function: FunctionType, *operations: str) -> list[Any]:
+    instructions = (instruction for code in _codes(function.__code__) for instruction in dis.get_instructions(code))
+    return [instruction.argval for instruction in instructions if instruction.opname in operations]
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
@@ -121,6 +179,12 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
             continue
         cells[name] = cell
     return cells
+
+
+def defaults_of(function: FunctionType) -> dict[str, Any]:
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=False)), **(function.__kwdefaults__ or {})}
 
 
 def mentions(kind: type, name: str) -> bool:
@@ -164,6 +228,12 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 def _is_users(function: FunctionType) -> bool:
     package = (function.__module__ or "").partition(".")[0]
     return package not in _LIBRARIES and not function.__code__.co_filename.startswith(_INSTALLED)
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    package = module.__name__.partition(".")[0]
+    file = getattr(module, "__file__", None) or ""
+    return package not in _LIBRARIES and package not in sys.stdlib_module_names and not file.startswith(_INSTALLED)
 
 
 def _syntax(function: FunctionType) -> ast.AST | None:

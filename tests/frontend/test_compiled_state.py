@@ -6,11 +6,13 @@ import argparse
 import functools
 import gc
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -341,6 +343,131 @@ def test_weights_on_the_meta_device_may_come_later_and_a_model_is_not_kept_alive
     gc.collect()
     assert weak() is None
     state.check()
+
+
+class Annealed:
+    """Settings that a loss reads from elsewhere."""
+
+    beta = 1.0
+
+    def value(self) -> float:
+        return self.beta * self.calls if hasattr(self, "calls") else self.beta
+
+
+class OfAnnealed(Annealed):
+    pass
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta, self.unread, self.inner = 1.0, 1.0, Annealed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * self.beta
+
+    def loss(self, x: Tensor) -> Tensor:
+        return x.sum() * self.inner.value()
+
+
+@dataclass(slots=True)
+class Slotted:
+    beta: float = 1.0
+    unread: float = 1.0
+
+
+def read_directly(settings: Any) -> Any:
+    return lambda x: x.sum() * settings.beta
+
+
+def read_by_a_method(settings: Any) -> Any:
+    return lambda x: x.sum() * settings.value()
+
+
+def read_from_an_attribute(settings: Any) -> Any:
+    return functools.partial(
+        lambda holder, x: x.sum() * holder.settings.value(), types.SimpleNamespace(settings=settings)
+    )
+
+
+def read_from_an_own_attribute(settings: Any) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        return x.sum() * loss.settings.beta  # type: ignore[attr-defined]
+
+    loss.settings = settings  # type: ignore[attr-defined]
+    return loss
+
+
+def read_from_a_default(settings: Any) -> Any:
+    return lambda x, given=settings: x.sum() * given.beta
+
+
+def read_from_an_import(settings: Any) -> Any:
+    sys.modules["settings_of_a_test"] = settings
+
+    def loss(x: Tensor) -> Tensor:
+        import settings_of_a_test as imported  # type: ignore[import-not-found]
+
+        return x.sum() * imported.beta
+
+    return loss
+
+
+def a_module() -> types.ModuleType:
+    made: Any = types.ModuleType("settings_of_a_test")
+    made.beta, made.unread = 1.0, 1.0
+    return cast(types.ModuleType, made)
+
+
+def a_class() -> type:
+    return type("Settings", (OfAnnealed,), {"beta": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("reads", "make", "where"),
+    [
+        (read_directly, a_class, "class Settings"),
+        (read_directly, lambda: type("Settings", (OfAnnealed,), {}), "class Settings"),
+        (read_directly, a_module, "module settings_of_a_test"),
+        (read_from_an_import, a_module, "module settings_of_a_test"),
+        (read_directly, Slotted, "settings in read_directly.<lambda>"),
+        (read_directly, Weighted, "settings in read_directly.<lambda>"),
+        (read_by_a_method, Annealed, "settings in read_by_a_method.<lambda>"),
+        (read_from_an_attribute, Annealed, "loss.argument 0.settings"),
+        (read_from_an_own_attribute, Annealed, "attributes of read_from_an_own_attribute.loss.settings"),
+        (read_from_an_own_attribute, a_class, "class Settings"),
+        (read_from_a_default, Annealed, "defaults of read_from_a_default.<lambda>.given"),
+        (lambda settings: settings.loss, lambda: Weighted(), "loss.inner"),
+        (lambda settings: lambda x: settings(x), lambda: Weighted(), "settings in"),
+    ],
+)
+def test_what_a_loss_reads_from_elsewhere_is_compared(reads: Any, make: Callable[[], Any], where: str) -> None:
+    settings = make()
+    loss = reads(settings)
+    state = CompiledState(model(), loss, {})
+    settings.unread = 2.0
+    state.check()
+    owner = settings.inner if where == "loss.inner" else settings
+    owner.beta = 3.0
+    with pytest.raises(Unsupported, match=rf"{where}.*: 'beta' was changed after hg.compile (from .* to|and is) 3.0"):
+        state.check()
+
+
+def test_the_class_attribute_of_an_object_and_a_replaced_default_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Annealed()
+    loss: Any = lambda x, beta=1.0, *, gamma=1.0: x.sum() * beta * gamma * settings.beta  # noqa: E731
+    state = CompiledState(model(), loss, {})
+    state.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(Annealed, "beta", 3.0)
+        with pytest.raises(Unsupported, match=r"class Annealed: 'beta' .* from 1.0 to 3.0"):
+            state.check()
+    loss.__kwdefaults__ = {"gamma": 3.0}
+    with pytest.raises(Unsupported, match=r"defaults of .*: 'gamma' .* from 1.0 to 3.0"):
+        state.check()
+    loss.__kwdefaults__, loss.__defaults__ = {"gamma": 1.0}, (3.0,)
+    with pytest.raises(Unsupported, match=r"defaults of .*: 'beta' .* from 1.0 to 3.0"):
+        state.check()
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
