@@ -39,7 +39,7 @@ from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.refinements import as_run, refined
 from hydragraph.planner.request import Method as Method
 from hydragraph.planner.request import Solver, check_question
-from hydragraph.planner.state_shares import home_by_block
+from hydragraph.planner.state_shares import home_by_block, home_nodes
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.planner.uncollected import uncollected
@@ -419,11 +419,13 @@ def _pooled(
 
 
 def _check_copies(costs: Costs) -> None:
-    running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
-    several = {device.node for device in costs.cluster.devices}
-    if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
+    nodes = home_nodes(costs, costs.home)
+    running = {nodes[r] for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
+    if costs.home.copies > 1 and len(running) == 1:
+        what = "rank" if isinstance(nodes, range) else "node"
         raise Unsupported(
-            f"{costs.home.copies} copies of the state need different nodes, but only node {running.pop()} is running",
+            f"{costs.home.copies} copies of the state need different {what}s, but only {what} {running.pop()} is "
+            "running",
             where="plan",
             remedy="plan with a home of one copy, or add a device on another node",
         )

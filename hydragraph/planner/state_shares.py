@@ -96,7 +96,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     seconds = np.where(np.isfinite(seconds), seconds, 1.0)
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
-    nodes = _nodes(costs, given)
+    nodes = home_nodes(costs, given)
     # Idle ranks own state only if other ranks lack room, or if copies need another node.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
@@ -133,10 +133,11 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
-    return max(0.0, float(1 - np.minimum(_of_node(able, _nodes(costs, given)), most).sum()))
+    return max(0.0, float(1 - np.minimum(_of_node(able, home_nodes(costs, given)), most).sum()))
 
 
-def _nodes(costs: Costs, given: Home) -> Sequence[int]:
+def home_nodes(costs: Costs, given: Home) -> Sequence[int]:
+    """Return each rank's node; on a single node, each rank counts as one."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 
@@ -173,7 +174,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
         given: home whose copies and nodes are kept; with fewer nodes than copies, `given.without_rule` is returned.
         room: maximum elements per rank; None: no limit, and ranks own the blocks that they use.
     """
-    nodes = _nodes(costs, given)
+    nodes = home_nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):
         return given.without_rule
     asked = HomeQuestion(

@@ -198,6 +198,16 @@ def test_a_plan_explains_itself() -> None:
             ),
             "2 copies of the state need different nodes, but only node 0 is running",
         ),
+        (
+            lambda: priced.costs(4, priced.cluster(2), hg.Health({1: math.inf}), home=hg.Home(copies=2)),
+            "2 copies of the state need different ranks, but only rank 0 is running",
+        ),
+        (
+            lambda: priced.costs(
+                4, priced.mixed(), hg.Health({1: math.inf}), home=hg.Home(copies=2, nodes=(0, 1, 0, 0))
+            ),
+            "2 copies of the state need different nodes, but only node 0 is running",
+        ),
     ],
 )
 def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
