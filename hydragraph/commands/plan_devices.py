@@ -133,6 +133,8 @@ def _planned(
 
 
 def _show(asked: PlanOptions, planned: DevicePlan, workload: Workload) -> None:
+    from hydragraph.planner.rental_price import per_million_tokens
+    from hydragraph.planner.state_shares import needed_ranks
     from hydragraph.report.device_picture import write_device_picture
 
     costs = planned.costs
@@ -148,8 +150,9 @@ def _show(asked: PlanOptions, planned: DevicePlan, workload: Workload) -> None:
     if asked.as_json:
         record = _record(chosen_plan, costs, source)
         if prices is not None:
-            token = prices.million_tokens(chosen_plan.strategy, chosen_plan.seconds, workload)
-            record["price"] = {"per_hour": prices.hour(chosen_plan.strategy.devices), "per_million_tokens": token}
+            per_hour = prices.hour(needed_ranks(costs, chosen_plan.strategy, chosen_plan.home))
+            token = per_million_tokens(per_hour, chosen_plan.seconds, workload)
+            record["price"] = {"per_hour": per_hour, "per_million_tokens": token}
         if planned.rented:
             record["rented"] = [
                 {"devices": offer.devices, "per_hour": offer.per_hour, "seconds": offer.plan.seconds}
@@ -157,7 +160,7 @@ def _show(asked: PlanOptions, planned: DevicePlan, workload: Workload) -> None:
             ]
         print(json.dumps(record, indent=1))
         return
-    priced = [] if prices is None else prices.sentences(chosen_plan, workload)
+    priced = [] if prices is None else prices.sentences(costs, chosen_plan, workload)
     priced += [f"{'or' if i else 'rent'}: {one.sentence(workload)}" for i, one in enumerate(planned.rented[:OFFERED])]
     print("\n".join([source, chosen_plan.explain(), *priced, *written]))
 

@@ -111,7 +111,7 @@ class UnevenOptions(CommonOptions):
             "--price",
             metavar="TYPE=DOLLARS",
             help="Dollars per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
-            "without work cost nothing. Repeatable.",
+            "without work and state cost nothing. Repeatable.",
         ),
     ] = None
     budget: Annotated[

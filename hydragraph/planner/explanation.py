@@ -9,7 +9,7 @@ from itertools import groupby
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.price_candidate import Settled
-from hydragraph.planner.state_shares import fractions
+from hydragraph.planner.state_shares import fractions, needed_ranks
 from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.pipeline import GRADIENTS, Pipeline
 from hydragraph.spec.strategy import Strategy
@@ -50,11 +50,13 @@ def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float,
     for (text, what), same in groupby(described):
         times = len(list(same))
         lines.append(f"  {f'{times} x ' if times > 1 else ''}{text}; {'each ' * (times > 1)}{what}")
-    idle = sorted(set(range(costs.ranks)) - set(chosen.strategy.devices))
-    if idle:
-        types = Counter(costs.cluster.type_of(rank) or "device" for rank in idle)
-        named = " + ".join(f"{count} {name}" for name, count in types.items())
-        lines.append(f"  idle: {_ranks(costs, idle)}, {named}")
+    needed = needed_ranks(costs, chosen.strategy, chosen.home)
+    owning = [rank for rank in needed if rank not in chosen.strategy.devices]
+    for what, ranks in (("only own state", owning), ("idle", sorted(set(range(costs.ranks)) - set(needed)))):
+        if ranks:
+            types = Counter(costs.cluster.type_of(rank) or "device" for rank in ranks)
+            named = " + ".join(f"{count} {name}" for name, count in types.items())
+            lines.append(f"  {what}: {_ranks(costs, ranks)}, {named}")
     tightest = max(range(costs.ranks), key=lambda rank: chosen.memory[rank] / costs.memory_of(rank))
     lines.append(
         f"memory: at most {max(chosen.memory) / 1e9:.3g} GB; tightest: rank {tightest} with "

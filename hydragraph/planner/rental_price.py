@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 if TYPE_CHECKING:
+    from hydragraph.cost.costs import Costs
     from hydragraph.planner.plan import Plan
 
 
@@ -73,26 +73,26 @@ class RentalPrices:
         """Return the dollars per hour of ranks."""
         return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(ranks))
 
-    def million_tokens(self, strategy: Strategy, seconds: float, workload: Workload) -> float:
-        return per_million_tokens(self.hour(strategy.devices), seconds, workload)
-
-    def sentences(self, plan: Plan, workload: Workload) -> list[str]:
+    def sentences(self, costs: Costs, plan: Plan, workload: Workload) -> list[str]:
         """Return the price of a plan and of a cheaper rival, if any."""
-        own = self.million_tokens(plan.strategy, plan.seconds, workload)
-        used = len(set(plan.strategy.devices))
-        hour = f"${self.hour(plan.strategy.devices):.4g} an hour for {used} device{'s' * (used > 1)}"
+        from hydragraph.planner.state_shares import needed_ranks
+
+        ranks = needed_ranks(costs, plan.strategy, plan.home)
+        own = per_million_tokens(self.hour(ranks), plan.seconds, workload)
+        hour = f"${self.hour(ranks):.4g} an hour for {len(ranks)} device{'s' * (len(ranks) > 1)}"
         said = [f"price: {hour}, ${own:.4g} per million tokens"]
-        priced = [
-            (self.million_tokens(rival.strategy, rival.seconds, workload), rival)
-            for rival in plan.rivals
-            if math.isfinite(rival.seconds)
-        ]
-        least, rival = min(priced, key=lambda pair: pair[0], default=(math.inf, None))
-        if rival is None or least >= own:
+        priced = []
+        for rival in plan.rivals:
+            if math.isfinite(rival.seconds):
+                home = None if rival.settled is None else rival.settled.home
+                used = rival.strategy.devices if home is None else needed_ranks(costs, rival.strategy, home)
+                priced.append((per_million_tokens(self.hour(used), rival.seconds, workload), rival))
+        least, cheapest = min(priced, key=lambda pair: pair[0], default=(math.inf, None))
+        if cheapest is None or least >= own:
             return [*said, "price: none of the rivals costs less per token"]
-        longer = rival.seconds / plan.seconds - 1
+        longer = cheapest.seconds / plan.seconds - 1
         takes = f"{longer:.1%} longer" if longer > 0 else f"{-longer:.1%} less time"
-        return [*said, f"price: {rival.strategy.name} costs {1 - least / own:.1%} less per token, and takes {takes}"]
+        return [*said, f"price: {cheapest.strategy.name} costs {1 - least / own:.1%} less per token, and takes {takes}"]
 
 
 def per_million_tokens(per_hour: float, seconds: float, workload: Workload) -> float:

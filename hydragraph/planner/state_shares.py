@@ -152,6 +152,12 @@ def fractions(costs: Costs, home: Home) -> list[float]:
     return [fraction_of(home, rank, costs.ranks) for rank in ranks]
 
 
+def needed_ranks(costs: Costs, strategy: Strategy, home: Home) -> list[int]:
+    """Return the ranks that compute or own state."""
+    owners = (rank for rank, part in enumerate(fractions(costs, home)) if part)
+    return sorted({*strategy.devices, *owners})
+
+
 def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
     """Return possible homes, ignoring memory."""
     alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule

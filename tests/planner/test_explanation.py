@@ -9,7 +9,8 @@ from dataclasses import replace
 import hydragraph as hg
 from hydragraph.cost.published_errors import FLAT
 from hydragraph.planner.brief_explanation import brief_explanation, with_causes
-from hydragraph.planner.explanation import SHOWN
+from hydragraph.planner.explanation import SHOWN, explanation
+from hydragraph.planner.price_candidate import Settled
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
 
@@ -58,6 +59,17 @@ def test_idle_devices_have_a_reason() -> None:
     lost = hg.plan(priced.costs(4, priced.mixed(), hg.Health({3: math.inf})), WORK).explain()
     assert "idle: 3 (1 lost), 1 slow\n" in lost
     assert "no work for" not in lost
+
+
+def test_devices_without_layers_that_own_state_are_not_idle() -> None:
+    costs = priced.costs(4, priced.mixed())
+    plan = hg.plan(costs, WORK, deadline_s=0.0)
+    assignment = hg.Assignment.even([8], 700)
+    chosen = Settled(
+        hg.Strategy.parse("<[0]x4>", 4), hg.Home((1, 0, 0, 1)), (assignment,), (1.0,), (1,) * 4, "", simulated=True
+    )
+    text = explanation(costs, WORK, chosen, plan.bound, 0, 0.0)
+    assert "  only own state: 3, 1 slow\n  idle: 1, 2, 1 fast + 1 slow\n" in text
 
 
 def test_idle_devices_with_little_memory_say_so() -> None:
