@@ -357,7 +357,8 @@ class Cluster:
                 "before saving"
             )
         sizes = Counter(numbers)
-        return [replace(self.nodes[i], devices=n, cards=min(n, self.nodes[i].cards)) for i, n in sizes.items()]
+        cards = Counter(node for node, _ in set(zip(numbers, self._cards, strict=True)))
+        return [replace(self.nodes[i], devices=n, cards=cards[i]) for i, n in sizes.items()]
 
     def _device(self, rank: int) -> Device:
         if not 0 <= rank < len(self.devices):

@@ -270,3 +270,12 @@ def test_devices_keep_their_cards_when_others_leave() -> None:
     left = cluster.of_ranks([2, 3, 4, 5])
     assert [left.card_of(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert [left.of_ranks([3, 0]).card_of(rank) for rank in range(2)] == [1, 0]
+
+
+def test_a_file_lists_only_the_cards_in_use(tmp_path: Path) -> None:
+    cluster = Cluster.of({}, (Node("a100-80gb", 8, FAST, SLOW, cards=2, count=2),))
+    some = cluster.of_ranks([0, 1, 2, 3, 8, 9, 14, 15])
+    some.save(tmp_path / "some.yaml")
+    read = Cluster.load(tmp_path / "some.yaml")
+    assert [read.card_of(rank) for rank in range(8)] == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert [read.card_of(rank) for rank in range(8)] == [some.card_of(rank) for rank in range(8)]
