@@ -204,6 +204,9 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
         priced["profile"] = profile
         if asked.health is not None:
             priced["health"] = str(asked.health)
+            if asked.budget is not None:  # rented ranks have new numbers
+                priced["health"] = str(path.with_name(f"{path.stem}-health.yaml"))
+                costs.health.save(priced["health"])
     unknown = "; without a profile, --health has no effect on the run" if asked.health and not asked.profile else ""
     listed = ", ".join(map(str, names))
     quoted = json.dumps(list(map(str, names)), ensure_ascii=False)

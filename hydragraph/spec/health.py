@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydragraph.spec.record import load_yaml
+from hydragraph.spec.record import flow_yaml, load_yaml
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,7 @@ class Health:
             return cls(rates)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write a YAML file for `load`."""
+        Path(path).write_text(flow_yaml(dict(self.rates)) + "\n", encoding="utf-8")

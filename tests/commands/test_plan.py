@@ -37,6 +37,7 @@ from tests.commands.tiny import run, write
 from tests.cost import priced
 from tests.data.written import write_tokens
 from tests.planner.examples import ENTRY, PROFILE, lengths
+from tests.train.plain import settings
 
 SIZES = lengths(400, 0, 6000)
 LAYERS = 2
@@ -275,12 +276,15 @@ def test_a_budget_chooses_the_nodes_to_rent(uneven: Path) -> None:
     assert [each["devices"] for each in one["rented"]] == ["2 fast"]
     assert one["types"] == ["fast", "fast"]
     assert one["price"]["per_hour"] <= 4.5
-    written = plan_devices(uneven, *asked, "--budget", "4.5", "--output", "rented.yaml").stdout
+    (uneven / "slow_three.yaml").write_text("{0: 5.0, 3: 2.57}")
+    health = ("--health", "slow_three.yaml", "--output", "rented.yaml")
+    written = plan_devices(uneven, *asked, "--budget", "1", *health).stdout
     printed = shlex.split(written.partition("hydragraph train config.yaml ")[2].splitlines()[0])
     config = TrainConfig.load(uneven / "config.yaml", printed[1::2])
     read = read_costs(config.plan, config.ranks)  # of the rented devices
     assert isinstance(read, Costs)
-    assert list(read.cluster.types) == ["fast"]
+    assert list(read.cluster.types) == ["slow"]
+    assert read.health == hg.Health({1: 2.57})
     result = plan_devices(uneven, *asked, "--budget", "5")
     assert result.exit_code == 0, result.output
     assert "rent: 2 fast + 2 slow for $5 an hour: " in result.stdout
@@ -316,6 +320,19 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path, mo
     assert all(peak <= most for peak, most in zip(peaks, record["memory"], strict=True))
     simulated = run("simulate", uneven / "config.yaml", *options, "--trace", uneven / "trace.json").stdout
     assert f" {seconds_text(record['seconds'])} " in simulated
+
+
+def test_the_rest_of_a_step_is_a_shorter_sequence(tmp_path: Path) -> None:
+    data = settings(tmp_path)["data"]
+
+    def workload(step: int, **options: int) -> hg.Workload:
+        config = TrainConfig.load(write(tmp_path, data={**data, "tokens_per_step": step, "max_length": 32}))
+        return PlanOptions(**options).workload(config)  # type: ignore[arg-type]
+
+    assert workload(60) == hg.Workload(lengths=[[32, 28]])
+    assert workload(64) == workload(65) == workload(60, sequences=2) == hg.Workload(2, 32)
+    assert workload(64, tokens=20) == hg.Workload(1, 32)
+    assert workload(20, tokens=60, length=24) == hg.Workload(lengths=[[24, 24, 12]])
 
 
 def test_the_deadline_counts_from_the_start_of_the_command(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:

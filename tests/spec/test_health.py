@@ -46,3 +46,9 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, sentence: str) -> None
     (tmp_path / "health.yaml").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         hg.Health.load(tmp_path / "health.yaml")
+
+
+def test_a_saved_file_is_read_again(tmp_path: Path) -> None:
+    for health in (hg.Health({3: 2.57, 5: math.inf}), hg.Health()):
+        health.save(tmp_path / "health.yaml")
+        assert hg.Health.load(tmp_path / "health.yaml") == health
