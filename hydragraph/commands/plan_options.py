@@ -198,7 +198,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
         Raises:
             ValueError: the options are incomplete or contradictory.
         """
-        from hydragraph.spec.training_workload import Workload
+        from hydragraph.spec.training_workload import Workload, full_lengths
         from hydragraph.train.plan_input import read_lengths
 
         tokens = self.tokens or (config.data.tokens_per_step if config else None)
@@ -222,4 +222,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
                 "the workload is missing: give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
                 "--model with a run's config"
             )
-        return Workload(self.sequences or max(1, (tokens or 0) // length), length)
+        if self.sequences:
+            return Workload(self.sequences, length)
+        step = full_lengths(tokens or 0, length)
+        return Workload(len(step), length) if step[-1] == length else Workload(lengths=[step])
