@@ -99,13 +99,17 @@ def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: 
 
 
 def check_model(
-    path: Path, manifest: CheckpointManifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None
+    where: str,
+    parameters: Mapping[str, tuple[int, ...]],
+    saved: str | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    optimizer: str | None,
 ) -> None:
     """Raise a ValueError unless a checkpoint belongs to this model and optimizer (None: any optimizer)."""
-    check_shapes(f"checkpoint {path}", manifest.parameters, shapes)
-    if optimizer is not None and manifest.optimizer != optimizer:
+    check_shapes(where, parameters, shapes)
+    if optimizer is not None and saved != optimizer:
         raise ValueError(
-            f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
+            f"{where}: it holds the state of {saved or 'no optimizer'}, not of"
             f" {optimizer}: use the saved run's optimizer, or no optimizer to load only weights"
         )
 

@@ -1,7 +1,6 @@
 """Recovery from a checkpoint in pieces; each piece is read from the nearest place that has it.
 
-Threads read the pieces that only their own rank needs. Meanwhile, ranks send each other the remaining pieces in
-windows of bounded size.
+Threads read the pieces that only their own rank needs. Meanwhile, ranks exchange the others in windows of bounded size.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
-from hydragraph.checkpoint.manifest import check_buffers
+from hydragraph.checkpoint.manifest import check_buffers, check_model
 from hydragraph.checkpoint.piece_sources import Fetch, PiecePlace, StatePiece, Tier, fetch_plan
-from hydragraph.checkpoint.save_and_load import BUFFERS
+from hydragraph.checkpoint.save_and_load import BUFFERS, MODEL, shapes_of
 from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Channel, Groups
@@ -31,7 +30,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # number of windows to read ahead of the exchange
+_AHEAD = 3  # windows read before the exchange
 _READERS = 4
 
 
@@ -40,7 +39,7 @@ class Recovered:
     """Result of a recovery on one rank.
 
     Attributes:
-        read: number of bytes read, by tier (memory, disk or store).
+        read: bytes read from each tier.
     """
 
     kept: Kept
@@ -58,6 +57,7 @@ def recover(
     chunk: int = CHUNK,
     least: int | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    optimizer: str | None = None,
 ) -> Recovered | None:
     """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
 
@@ -65,16 +65,22 @@ def recover(
         chunk: bytes that all ranks together read ahead or exchange at a time.
         least: earliest step to accept; if all complete checkpoints are older, return None.
         buffers: as for `save_and_load.load`.
+        optimizer: name of the optimizer's class; None accepts any.
 
     Raises:
-        ValueError: on all ranks, if no checkpoint is complete and `least` is None; the message describes the newest
-            checkpoint.
+        ValueError: on all ranks, if the newest checkpoint is of another model or optimizer; or if no checkpoint is
+            complete and `least` is None.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
         try:
             newest = _newest(pieces, home, groups, least)
-            return None if newest is None else _read(pieces, newest, buckets, home, groups, chunk, buffers)
+            if newest is None:
+                return None
+            common = _common(pieces, newest, groups)
+            where = f"checkpoint pieces of step {newest.kept.step}"
+            together(groups, _WHAT, partial(_check, where, common, home, buffers, optimizer))
+            return _read(pieces, newest, common, buckets, home, groups, chunk)
         except ValueError as error:  # every rank raises this error
             if not any(groups.gather(len(pieces.unreadable) > unreadable_before)):
                 raise
@@ -108,21 +114,31 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
     return None
 
 
+def _check(
+    where: str,
+    common: Mapping[str, Any],
+    home: HomeState,
+    buffers: Mapping[str, Tensor] | None,
+    optimizer: str | None,
+) -> None:
+    if MODEL in common:  # earlier versions wrote no model
+        parameters, saved = common[MODEL]
+        check_model(where, parameters, saved, shapes_of(home), optimizer)
+    if buffers is not None:
+        check_buffers(where, common[BUFFERS], buffers)
+
+
 def _read(
     pieces: Pieces,
     found: _Found,
+    common: Mapping[str, Any],
     buckets: Sequence[Bucket],
     home: HomeState,
     groups: Groups,
     chunk: int,
-    buffers: Mapping[str, Tensor] | None,
 ) -> Recovered:
     began = time.perf_counter()
     kept, plan = found.kept, found.plan
-    common = _common(pieces, found, groups)
-    if buffers is not None:
-        where = f"checkpoint pieces of step {kept.step}"
-        together(groups, _WHAT, lambda: check_buffers(where, common[BUFFERS], buffers))
     columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
     state = OwnedState.empty(home, columns)
     reading = _PieceReader(pieces, kept, {bucket.name: bucket for bucket in buckets}, columns, state)
@@ -199,7 +215,7 @@ def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
         try:
             data = pieces.common(place.tier, found.kept)
             decoded(data)
-        except Exception as error:  # torch raises many types of errors for damaged files
+        except Exception as error:  # torch raises many types of errors
             pieces.unreadable.add((place.tier, found.kept, None))
             where = place.tier.name.lower()
             raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error
@@ -231,7 +247,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return a fetch's bytes as a 1-D CPU tensor; if the piece is unreadable, record the piece."""
+        """Return a fetch's bytes as a 1-D CPU tensor; record an unreadable piece."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:

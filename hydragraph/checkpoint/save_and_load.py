@@ -61,6 +61,7 @@ _LOG = logging.getLogger(__name__)
 
 ENTRY = "hydragraph"  # name of the non-tensor entry
 BUFFERS = "buffers"  # key of the persistent buffers in `extra`
+MODEL = "model"
 
 
 def save(
@@ -129,7 +130,7 @@ def prepare(
         raise
     _LOG.info("began checkpoint %s", path)
     entries: dict[str, OwnedBoxes | bytes] = {**contents, **({ENTRY: entry} if rank == 0 else {})}
-    return PendingCheckpoint(path, scratch, entries, _shapes(home), kind_of(optimizer))
+    return PendingCheckpoint(path, scratch, entries, shapes_of(home), kind_of(optimizer))
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
@@ -183,7 +184,8 @@ def load(
     path = Path(path)
     manifest = read_alike(path, groups, what)
     check_files(path, manifest, groups, what, same_copy(path, groups, what))
-    together(groups, what, lambda: check_model(path, manifest, _shapes(home), kind_of(optimizer)))
+    stored = (manifest.parameters, manifest.optimizer)
+    together(groups, what, lambda: check_model(f"checkpoint {path}", *stored, shapes_of(home), kind_of(optimizer)))
     reader = Reader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)
     states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
@@ -259,5 +261,5 @@ def read_entries(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> Non
         raise error from None
 
 
-def _shapes(home: HomeState) -> dict[str, tuple[int, ...]]:
-    return {name: piece.parameter.shape for name, piece in home.pieces.items()}
+def shapes_of(home: HomeState) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(piece.parameter.shape) for name, piece in home.pieces.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.extra_entry import encoded
-from hydragraph.checkpoint.optimizer_state import Plain, merged, plain_state
+from hydragraph.checkpoint.optimizer_state import Plain, kind_of, merged, plain_state
 from hydragraph.checkpoint.optimizer_state import restore as restore_optimizer
 from hydragraph.checkpoint.piece_recovery import Recovered, recover
 from hydragraph.checkpoint.piece_sources import Tier
@@ -24,7 +24,7 @@ from hydragraph.engine.session import Session
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.kernels.adamw import AdamW
 from hydragraph.runtime.state_agreement import AgreedState
-from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed_columns, carry, named
+from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, Route, agreed_columns, carry, named
 
 _WHAT = "move"
 
@@ -94,6 +94,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         "optimizer": vars(merged(plains)) if plains else None,
         "extra": dict(extra),
         save_and_load.BUFFERS: dict(buffers),
+        save_and_load.MODEL: (save_and_load.shapes_of(session.home), kind_of(session.optimizer)),
     }
     entry = partial(encoded, "extra", deepcopy(common))  # training changes the originals
     pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
@@ -199,7 +200,8 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> B
         least = None
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
-        recovered = recover(pieces, session.program.buckets, session.home, groups, least=least, buffers=buffers)
+        kind = kind_of(session.optimizer)
+        recovered = recover(pieces, session.program.buckets, session.home, groups, CHUNK, least, buffers, kind)
         pieces.last = None  # pieces written later belong to another series
         if recovered is not None:
             return _taken(session, recovered)

@@ -328,7 +328,7 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
     except Exception:  # `load` reports damage
         return
     shapes = {name: parameter.shape for name, parameter in executor.program.parameters.items()}
-    check_model(path, manifest, shapes, kind_of(executor.optimizer))
+    check_model(f"checkpoint {path}", manifest.parameters, manifest.optimizer, shapes, kind_of(executor.optimizer))
     _place(prepared.anew(), extra["user"]["mini_batches"], prepared, owns=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ import hydragraph as hg
 from hydragraph.engine import membership
 from hydragraph.engine.state_transfer import Moved
 from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.train.stragglers.reshard_plan import received, stages
 from tests.checkpoint.test_standalone_reader import Scaled
 from tests.generations import regroup
 from tests.models import captured, llama, sequences
+from tests.own_models import small
 from tests.ready import Ready
 from tests.thorough import first, thorough
 
@@ -414,6 +417,30 @@ def joined_with_another_buffer() -> float:
 
 def test_a_joining_rank_gets_persistent_buffers() -> None:
     assert hg.launch(joined_with_another_buffer, 2, timeout=LIMIT) == [4.5, 4.5]
+
+
+def alone(model: nn.Module, optimizer: OptimizerFactory = adamw, **options: Any) -> hg.Executable:
+    return hg.compile(model, "<tp1,pp1>", optimizer, device="cpu", check="off", backend="eager", **options)
+
+
+def test_pieces_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> None:
+    pieces = hg.Pieces(memory=False, disk=tmp_path / "pieces")
+    exe = alone(small())
+    exe.step(batch(0))
+    exe.keep(pieces)
+    pieces.wait()
+    exe.save(tmp_path / "saved")
+    model = small()
+    model.out = nn.Linear(32, 100)
+    narrower = alone(model)
+    before = narrower.full_state_dict()
+    plain = alone(small(), lambda named: torch.optim.SGD(named, lr=0.1), program=exe.program)
+    for restore in (pieces, (pieces, tmp_path / "saved")):
+        with pytest.raises(ValueError, match=r"is \[101, 32\] in the checkpoint and \[100, 32\] in the model"):
+            narrower.load(restore)
+        with pytest.raises(ValueError, match="it holds the state of AdamW, not of SGD"):
+            plain.load(restore)
+    assert all(torch.equal(before[name], tensor) for name, tensor in narrower.full_state_dict().items())
 
 
 def test_ranks_are_probed_in_the_first_step_after_a_move() -> None:
