@@ -59,7 +59,7 @@ def recover(
     buffers: Mapping[str, Tensor] | None = None,
     optimizer: str | None = None,
 ) -> Recovered | None:
-    """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
+    """Wait for pending writes, and read the newest complete checkpoint whose pieces can be read; all ranks call this.
 
     Args:
         chunk: bytes that all ranks together read ahead or exchange at a time.
@@ -71,6 +71,7 @@ def recover(
         ValueError: on all ranks, if the newest checkpoint is of another model or optimizer; or if no checkpoint is
             complete and `least` is None.
     """
+    pieces.join()
     while True:
         unreadable_before = len(pieces.unreadable)
         try:

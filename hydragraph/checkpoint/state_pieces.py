@@ -265,7 +265,7 @@ class Pieces:
 
     def wait(self) -> None:
         """Wait for pending writes; raise the first error since the last call."""
-        self._join()
+        self.join()
         if errors := self.errors():
             raise errors[0]
 
@@ -275,8 +275,8 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints (those in the store only if `store` is true)."""
-        self._join()
+        """Delete all checkpoints (those in the store only if `store` is true)."""
+        self.join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
                 if Kept.of(folder) is not None:
@@ -309,7 +309,7 @@ class Pieces:
         """Open a piece; `whole` is true if the caller will read the whole piece."""
         return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
-    def _join(self) -> None:
+    def join(self) -> None:
         if self._preparing is not None:
             self._preparing.join()
         for thread in self._writing.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +25,7 @@ from hydragraph.ir.program import Program
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import OwnedState, named
 from hydragraph.spec.home import EQUAL, Home
-from tests.runtime.homes import MODEL, groups_of, trained
+from tests.runtime.homes import ALONE, MODEL, groups_of, trained
 
 RANKS = 3
 SERIES = "-a1"
@@ -32,13 +33,17 @@ SERIES = "-a1"
 
 def kept(world: World, folder: Path, step: int) -> Pieces:
     """Keep what a trained rank owns; ranks 0 and 1 share a node's disk."""
-    own = OwnedState.of(*trained(world, "adamw"))
     pieces = Pieces(disk=folder / f"disk {world.node}", store=f"file://{folder}/store")
-    whole = {name: dict(own.columns.get(name, next(iter(own.columns.values())))) for name in MODEL.parameters}
-    common = {"columns": named(whole), "steps": step, "optimizer": None, "extra": {"seen": step}}
-    pieces.put(Kept(step, SERIES), own, MODEL.buckets, whole, partial(encoded, "extra", common))
+    begin_keeping(world, pieces, step)
     pieces.wait()
     return pieces
+
+
+def begin_keeping(world: World, pieces: Pieces, step: int, series: str = SERIES) -> None:
+    own = OwnedState.of(*trained(world, "adamw"))
+    whole = {name: dict(own.columns.get(name, next(iter(own.columns.values())))) for name in MODEL.parameters}
+    common = {"columns": named(whole), "steps": step, "optimizer": None, "extra": {"seen": step}}
+    pieces.put(Kept(step, series), own, MODEL.buckets, whole, partial(encoded, "extra", common))
 
 
 def read(world: World, pieces: Pieces, groups: Groups, owners: Home) -> tuple[bool, Recovered]:
@@ -154,6 +159,21 @@ def test_damaged_pieces_are_replaced_by_other_copies_or_an_earlier_step(tmp_path
     assert [[step for _, step, _ in ranks] for ranks in found] == [[4, 3]] * 2
     assert all(same for ranks in found for same, _, _ in ranks)
     assert all(ranks[0][2] > 0 for ranks in found), "what is damaged on the disk comes from the store"
+
+
+class Slow(MemoryShelf):
+    def put(self, name: str, data: bytes) -> None:
+        time.sleep(0.02)
+        super().put(name, data)
+
+
+def test_a_checkpoint_that_this_process_is_still_writing_is_read() -> None:
+    pieces = Pieces()
+    pieces.shelves[Tier.MEMORY] = Slow()
+    begin_keeping(ALONE, pieces, 4)
+    same, found = read(ALONE, pieces, groups_of(ALONE), EQUAL)
+    assert same
+    assert found.kept.step == 4
 
 
 class Unreachable(MemoryShelf):
