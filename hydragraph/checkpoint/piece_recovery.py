@@ -59,7 +59,9 @@ def recover(
     buffers: Mapping[str, Tensor] | None = None,
     optimizer: str | None = None,
 ) -> Recovered | None:
-    """Wait for pending writes, and read the newest complete checkpoint whose pieces can be read; all ranks call this.
+    """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
+
+    Pending writes are awaited. Checkpoints of the series that a rank last wrote or read come before all others.
 
     Args:
         chunk: bytes that all ranks together read ahead or exchange at a time.
@@ -81,7 +83,9 @@ def recover(
             common = _common(pieces, newest, groups)
             where = f"checkpoint pieces of step {newest.kept.step}"
             together(groups, _WHAT, partial(_check, where, common, home, buffers, optimizer))
-            return _read(pieces, newest, common, buckets, home, groups, chunk)
+            recovered = _read(pieces, newest, common, buckets, home, groups, chunk)
+            pieces.series = recovered.kept.series
+            return recovered
         except ValueError as error:  # every rank raises this error
             if not any(groups.gather(len(pieces.unreadable) > unreadable_before)):
                 raise
@@ -102,8 +106,9 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
         raise ValueError(
             f"{_WHAT}: no memory, disk or store holds a piece: write pieces with Executable.keep, or load a checkpoint"
         )
+    current = set(groups.gather(pieces.series))
     refusals = []
-    for kept in sorted(there, reverse=True):
+    for kept in sorted(there, key=lambda kept: (kept.series in current, kept), reverse=True):
         if least is not None and kept.step < least:
             return None
         try:

@@ -213,6 +213,7 @@ class Pieces:
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: Kept | None = None
+        self.series = ""  # series last written or read
         self.unreadable: set[tuple[Tier, Kept, StatePiece | None]] = set()  # None: `common.pt`
         self._keep = keep
         self._run = run
@@ -257,6 +258,7 @@ class Pieces:
             tidies: whether this rank deletes old checkpoints from the store; one rank is enough.
         """
         self.last = kept
+        self.series = kept.series
         self._whole.update(whole or {})
         wholes = {tier: self._whole.get(tier) for tier in self.shelves if tier not in without}
         if wholes:
@@ -282,7 +284,7 @@ class Pieces:
                 if Kept.of(folder) is not None:
                     shelf.drop(folder)
             if isinstance(shelf, DiskShelf) and (store or tier is not Tier.STORE):
-                with suppress(OSError):  # the directory has other files, or other ranks' pieces
+                with suppress(OSError):  # not empty
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
@@ -349,7 +351,7 @@ class Pieces:
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
-            with suppress(Exception):  # free the incomplete checkpoint's space, because the disk may be full
+            with suppress(Exception):  # the disk may be full
                 shelf.drop(kept.folder)
             raise
         self._written[tier] = kept
@@ -391,7 +393,7 @@ class PieceFile:
         low, high = (lo - first) * dtype.itemsize, (hi - first) * dtype.itemsize
         if not 0 <= low <= high <= end - begin:
             raise self._damaged(f"{key} is truncated")
-        block, past = low // _BLOCK, -(-high // _BLOCK)  # whole blocks are read, because each has a checksum
+        block, past = low // _BLOCK, -(-high // _BLOCK)  # each block has a checksum
         start, stop = block * _BLOCK, min(past * _BLOCK, end - begin)
         data = bytearray(self._shelf.get(self._name, self._start + begin + start, self._start + begin + stop))
         if len(data) != stop - start:

@@ -176,6 +176,17 @@ def test_a_checkpoint_that_this_process_is_still_writing_is_read() -> None:
     assert found.kept.step == 4
 
 
+def test_later_pieces_of_an_abandoned_series_are_not_read() -> None:
+    pieces = Pieces()
+    for step, series in ((5, "-ff"), (2, "-01")):
+        begin_keeping(ALONE, pieces, step, series)
+        pieces.join()
+    pieces.last = None
+    for _ in range(2):
+        _, found = read(ALONE, pieces, groups_of(ALONE), EQUAL)
+        assert found.kept == Kept(2, "-01")
+
+
 class Unreachable(MemoryShelf):
     """Storage that cannot be reached; its driver raises an error that is not an OSError."""
 
