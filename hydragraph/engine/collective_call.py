@@ -41,7 +41,7 @@ class CollectiveCalls:
     def _admit(self, what: str) -> None:
         if self._closed:
             raise ValueError(f"{what}: this executable is closed; call {what} before close(), or compile again")
-        if self._promised is not None and what != "step":
+        if self._promised is not None and what not in ("step", "move"):
             raise ValueError(f"{what}: the ranks agreed on the step given to `promise`; call `step` first")
         if self._restricted is not None and what not in self._restricted.calls:
             raise ValueError(f"{what}: {self._restricted.why}")

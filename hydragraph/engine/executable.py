@@ -303,7 +303,7 @@ class Executable(Membership):
         if self.rank not in to:
             return iter(list(pieces))  # this rank takes part, although its loop is empty
         self._restricted = Restriction(
-            ENDS, "a loop over weights() has not ended; first finish this loop, or leave it with break"
+            (*ENDS, "move"), "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
         return pieces
 

@@ -210,8 +210,7 @@ class Membership(IterationRunner):
             ValueError: `before`, a strategy or the home does not fit, or state is lost; raised on all ranks.
             RankFailure: another rank failed during the move; the state is unchanged.
         """
-        if self._closed:
-            raise ValueError("move: this executable is closed; compile again")
+        self._admit("move")
         began = time.perf_counter()
         requested_home = home_of(home)
         home = self.wanted_home if requested_home is None else requested_home

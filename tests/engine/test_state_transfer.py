@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.engine import membership
+from hydragraph.engine import executable, membership
 from hydragraph.engine.state_transfer import Moved
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
@@ -441,6 +441,16 @@ def test_pieces_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="it holds the state of AdamW, not of SGD"):
             plain.load(restore)
     assert all(torch.equal(before[name], tensor) for name, tensor in narrower.full_state_dict().items())
+
+
+def test_adapters_are_not_lost_by_a_move_while_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executable, "switchable_parameters", lambda model: ["out.weight"])
+    exe = alone(small())
+    before = exe.full_state_dict()
+    with exe.adapter_off(), pytest.raises(ValueError, match="move: adapters are off; leave `with"):
+        exe.move(exe.world, None, [0])
+    exe.move(exe.world, None, [0])
+    assert torch.equal(before["out.weight"], exe.full_state_dict()["out.weight"])
 
 
 def test_ranks_are_probed_in_the_first_step_after_a_move() -> None:
