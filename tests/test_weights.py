@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -36,6 +37,9 @@ def handed_over(prepared: Ready, path: str) -> dict[str, Tensor]:
     exe = prepared.executable(strategy, lambda named: torch.optim.SGD(named, lr=0.1))
     exe.step(sequences([9, 4, 6]))
     exe.save_pretrained(path)
+    state = [exe.full_state_dict()]
+    dist.broadcast_object_list(state)
+    prepared.model.load_state_dict(state[0])
     found = dict(exe.weights(to=(2, 0)))
     for name, tensor in exe.weights(torch.bfloat16):
         assert torch.equal(tensor, found[name].bfloat16())

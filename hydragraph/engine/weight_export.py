@@ -16,11 +16,11 @@ def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] |
     """Return the model's state dict, or some of its keys, as full CPU tensors on rank 0 ({} elsewhere)."""
     sources = {key: source for key, source in compiled.tensors.items() if keys is None or key in keys}
     parameters = session.gather(session.home.weights, frozenset(sources.values()))
-    if session.world.rank:
-        return {}
-    tensors = {name: buffer.detach().cpu().clone() for name, buffer in session.buffers.items()} | parameters
-    state = {key: tensors[source] for key, source in sources.items()}
-    compiled.state.hand_out(state)
+    state: dict[str, Tensor] = {}
+    if session.world.rank == 0:
+        tensors = {name: buffer.detach().cpu().clone() for name, buffer in session.buffers.items()} | parameters
+        state = {key: tensors[source] for key, source in sources.items()}
+    compiled.state.hand_out(session.groups.gather(compiled.state.digests(state))[0])
     return state
 
 

@@ -238,13 +238,17 @@ class CompiledState:
             return f"{error.where}: {error.what}"
         return ""
 
-    def hand_out(self, state: Mapping[str, Tensor]) -> None:
-        """Record trained values that the user may load into the model between steps."""
-        for module in self._modules:
-            for part in module.tensors if module.module() is not None else ():
-                tensor = part.tensor()
-                if part.name in state and tensor is not None:
-                    self._handed_out[part.name] = _digest(state[part.name].to(tensor.dtype))
+    def digests(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        return {
+            part.name: _digest(state[part.name].to(tensor.dtype))
+            for module in self._modules
+            for part in (module.tensors if module.module() is not None else ())
+            if part.name in state and (tensor := part.tensor()) is not None
+        }
+
+    def hand_out(self, digests: Mapping[str, int]) -> None:
+        """Record digests of trained values that the user may load between steps."""
+        self._handed_out.update(digests)
 
     def _is_trained(self, part: _Tensor, tensor: Tensor) -> bool:
         ours = self._buffers.get(part.name)

@@ -176,7 +176,7 @@ def test_what_nothing_reads_and_what_training_has_is_no_change() -> None:
     subject(torch.ones(3, 4)).sum().backward()
     trained = {name: value + 1 for name, value in subject.state_dict().items()}
     buffer.add_(1)
-    state.hand_out(trained)
+    state.hand_out(state.digests(trained))
     subject.load_state_dict(trained)
     state.check()
     subject.load_state_dict({n: v.clone() for n, v in trained.items()}, assign=True)
