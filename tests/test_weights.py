@@ -102,7 +102,11 @@ def test_a_module_of_ones_own_keeps_its_names_and_a_loop_must_end_before_the_nex
         exe.weights(dtype=torch.int8)
     with pytest.raises(ValueError, match=r"dtype 'bfloat16' is not a floating dtype; give torch.bfloat16"):
         exe.weights(dtype="bfloat16")  # type: ignore[arg-type]
+    unfinished = exe.weights()
+    next(unfinished)
     exe.close()
+    with pytest.raises(ValueError, match=r"weights: the executable was closed in this loop; leave the loop before"):
+        dict(unfinished)
 
 
 def test_a_step_does_not_change_weights_handed_out_nor_the_reverse() -> None:

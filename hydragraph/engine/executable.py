@@ -299,9 +299,9 @@ class Executable(Membership):
         weights = PublishedWeights(self._compiled, self._session, dtype)
         self._holding.begin()
         pieces = self._weights(weights, to)
-        next(pieces)  # `finally`, which takes part in the remaining transfers, runs only if the generator has begun
+        next(pieces)  # `finally` runs only if the generator has begun
         if self.rank not in to:
-            return iter(list(pieces))  # this rank takes part, although its loop is empty
+            return iter(list(pieces))  # its loop is empty
         self._restricted = Restriction(
             (*ENDS, "move"), "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
@@ -477,6 +477,8 @@ class Executable(Membership):
         try:
             yield "", torch.empty(0)
             while True:
+                if groups.closed:
+                    raise ValueError("weights: the executable was closed in this loop; leave the loop before close()")
                 with own_modes("weights"), self._watch.calling("weights"):
                     tensors = next(buckets, None)
                 if tensors is None:
