@@ -272,6 +272,7 @@ def _held(executable: Executable, joining: bool) -> Executable:
     """Make an elastic rank announce that it holds state, or join the other ranks to receive state."""
     if (member := here()) is not None and not comes_late():
         member.hold()
+        executable.joined = member.holds
     elif comes_late() and not joining:
         survive(executable)
     return executable

@@ -73,6 +73,7 @@ class Membership(IterationRunner):
         self.device = world.device
         self.progress_s = options.progress_s
         self.past = Past()
+        self.joined = 0  # generation of the state's ranks, or 0
         self._optimizer = optimizer
         self.planning = planning or Planning()
         self._first_profile = self.planning.profile

@@ -91,7 +91,7 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: Rest
     The call updates `exe.world`, `exe.strategies` and `exe.steps`.
 
     Args:
-        exe: this rank's executable; a new rank compiles it with `joining=True`.
+        exe: this rank's only executable; a new rank compiles it with `joining=True`.
         restore: checkpoint as for `Executable.load`, which all ranks read if a part of the state is lost.
 
     Raises:
@@ -130,6 +130,10 @@ def meet_again(
         raise failure or ValueError(
             "survive: ranks cannot recover; pass elastic=hg.Elastic() to launch, and call survive after a step raises"
         )
+    if exe.joined not in (0, member.holds):
+        raise ValueError(
+            "survive: the ranks have already recovered with another executable; train only one with hg.Elastic()"
+        )
     began = time.monotonic()
     reasons: list[str] = []
     before = member.generation.members
@@ -153,7 +157,7 @@ def meet_again(
         except _SetAside:
             failure = None
             continue
-        member.holds = generation.number
+        member.holds = exe.joined = generation.number
         received += moved.received
         read.update(moved.read)
         if not generation.leaving:
@@ -163,14 +167,14 @@ def meet_again(
             raise Dismissed("this rank handed over its state because it was asked to end")
         left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
-        failure = None  # the remaining ranks connect again
+        failure = None
     exe.stopping = 0
     exe.past = replace(past, seats=tuple(peer.seat for peer in peers))
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks joined" if joined else "ranks were asked to reconnect"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
-    if len(joined) == len(now) and generation.lost:  # no survivors
+    if len(joined) == len(now) and generation.lost:
         lost = tuple(range(len(generation.lost)))
         came = "all ranks were lost"
     return Survived(
@@ -226,7 +230,7 @@ def _move(
         restore = pieces if saved is None else (pieces, saved)
     try:
         return exe.move(world, home, generation.before, restore, strategies, profile)
-    except ValueError as error:  # may be Damaged on only some ranks
+    except ValueError as error:
         if saved is None or set_aside is None or not any(world.gather(isinstance(error, Damaged))):
             raise
         if not world.gather(world.rank == 0 and set_aside(saved))[0]:
@@ -245,7 +249,7 @@ def _free_frames(failure: BaseException | None) -> None:
                 traceback.clear_frames(error.__traceback__)
                 errors += [e for e in (error.__cause__, error.__context__) if not any(e is known for known in errors)]
 
-    # Run in a thread, because the destructor of a gloo group may block.
+    # The destructor of a gloo group may block.
     thread = threading.Thread(target=free, name="hydragraph-free", daemon=True)
     thread.start()
     thread.join(_FREE_S)
@@ -254,7 +258,7 @@ def _free_frames(failure: BaseException | None) -> None:
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:
     measured = next(filter(None, world.gather(exe.measured)), None)
     exe.adopt(measured)
-    if measured is None and exe.given_profile is None:  # all initial ranks are lost
+    if measured is None and exe.given_profile is None:
         exe.measure(world, seats)
         return True
     newcomers = [rank for rank, before in enumerate(generation.before) if before is None]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cost.costs import Costs
+from hydragraph.engine import recovery
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.recovery import costs_for, home_for, strategies_for
 from hydragraph.engine.strategy_history import Past
@@ -288,6 +289,13 @@ def test_too_few_ranks_end_with_a_sentence(prepared: Ready) -> None:
 def test_without_elastic_the_failure_is_raised() -> None:
     with pytest.raises(hg.RankFailure, match="rank 1 failed"):
         hg.survive(None, hg.RankFailure(1, "step", "it was killed"))  # type: ignore[arg-type]
+
+
+def test_a_second_executable_is_refused_once_another_has_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "here", lambda: SimpleNamespace(holds=2))
+    second: Any = SimpleNamespace(joined=1)
+    with pytest.raises(ValueError, match="survive: the ranks have already recovered with another executable"):
+        hg.survive(second, hg.RankFailure(2, "step", "it is lost"))
 
 
 def test_a_failed_step_is_freed_before_the_ranks_meet(prepared: Ready) -> None:
