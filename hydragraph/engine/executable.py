@@ -52,9 +52,9 @@ class Executable(Membership):
         given, wanted_home: arguments `strategy` and `home` of `compile`.
         measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
         spans: list to which steps append their instructions' times, or None.
-        watched: whether idle ranks measure the speed of their devices; set it to the same value on all ranks.
+        watched: whether idle ranks measure the speed of their devices; equal on all ranks.
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
-        listens: function that is called when ranks agree on a step; a positive result acts like `stopping`.
+        listens: function called when ranks agree on a step; a positive result acts like `stopping`.
     """
 
     @collective("step")
@@ -340,7 +340,7 @@ class Executable(Membership):
         """Write a Hugging Face directory on rank 0, in fp32; all ranks must call this.
 
         Args:
-            directory: directory to write, created if missing; only rank 0 needs access to it.
+            directory: directory to write, created if missing; only rank 0 accesses it.
             merged: for a peft model, whether to write the base model with the active adapters merged into its weights,
                 instead of only the adapters.
 

@@ -50,7 +50,7 @@ _FREE_S = 1.0
 
 @dataclass(frozen=True)
 class Survived:
-    """Result of a recovery; identical on all ranks except `received` and `seconds`.
+    """Result of a recovery; identical on all ranks except `received`, `seconds`, `read` and `finished`.
 
     Attributes:
         generation: number of this set of ranks, counted from 1.
@@ -59,11 +59,12 @@ class Survived:
         left: previous numbers of ranks that were asked to end.
         joined: current numbers of new ranks.
         restored: step of the checkpoint that was read, or None if no state was lost.
-        received: number of bytes of state received from other ranks.
+        received: bytes of state received from other ranks.
         seconds: time from this rank's call until it has its state.
         why: description of the failure.
         ending: reason why these ranks may only save and end, or "" if they continue.
-        read: number of bytes that this rank read from pieces, by kind of storage: "memory", "disk" and "store".
+        read: bytes that this rank read from pieces, by storage: "memory", "disk" and "store".
+        finished: whether the last step raised an error on this rank and was finished by this call.
     """
 
     generation: int
@@ -79,6 +80,7 @@ class Survived:
     why: str
     ending: str = ""
     read: Mapping[str, int] = field(default_factory=dict)
+    finished: bool = False
 
 
 class _SetAside(Exception):  # noqa: N818
@@ -88,7 +90,8 @@ class _SetAside(Exception):  # noqa: N818
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
     """Connect the surviving and new ranks, and move the state to them; all these ranks must call this.
 
-    The call updates `exe.world`, `exe.strategies` and `exe.steps`.
+    The call updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which may
+    decrease.
 
     Args:
         exe: this rank's only executable; a new rank compiles it with `joining=True`.
@@ -120,8 +123,8 @@ def meet_again(
     Args:
         newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
             first rank that has one.
-        soon: whether to use the first good strategy instead of searching for the best.
-        rates: on the rank that monitors slowdowns, each slow process's slowdown by member number.
+        soon: whether to use the first good strategy instead of the best.
+        rates: on the rank that monitors them, each process's slowdown by member number.
         pieces: this rank's checkpoint pieces; the newer of pieces and checkpoint is read.
         set_aside: function that renames a damaged checkpoint, and returns whether there is an earlier one.
     """
@@ -139,6 +142,7 @@ def meet_again(
     before = member.generation.members
     left: list[int] = []
     received = 0
+    finished = False
     read: Counter[str] = Counter()
     past = exe.past.ended(exe.recent, len(before))
     while True:
@@ -159,6 +163,7 @@ def meet_again(
             continue
         member.holds = exe.joined = generation.number
         received += moved.received
+        finished |= moved.finished
         read.update(moved.read)
         if not generation.leaving:
             break
@@ -191,6 +196,7 @@ def meet_again(
         why="; ".join(dict.fromkeys(reasons)) or came,
         ending=generation.ending,
         read=read,
+        finished=finished,
     )
 
 
@@ -224,7 +230,7 @@ def _move(
         sources = world.gather((newest(), pieces is not None))
         saved = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
         if pieces is None and any(has_pieces for _, has_pieces in sources):
-            pieces = Pieces()  # empty: this rank reads other ranks' pieces
+            pieces = Pieces()  # empty
     restore: Restore | None = saved
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
@@ -240,7 +246,7 @@ def _move(
 
 
 def _free_frames(failure: BaseException | None) -> None:
-    """Free the failed step's tensors, which the error's traceback holds."""
+    """Free the failed step's tensors, held by the traceback."""
 
     def free() -> None:
         errors = [failure]
@@ -324,7 +330,7 @@ def strategies_for(
 def costs_for(
     given: Profile | Costs | None, seats: Sequence[int], home: Home, priced: Sequence[int] | None = None
 ) -> Profile | Costs | None:
-    """Return the costs of strategies on the devices in these seats (initial ranks).
+    """Return the costs of strategies on the devices in these seats.
 
     Args:
         seats: seat of each rank. If a seat is outside the cluster, devices are assumed to be identical.

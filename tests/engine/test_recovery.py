@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.cluster.rendezvous.member import here
+from hydragraph.cluster.rendezvous.protocol import Generation
 from hydragraph.cost.costs import Costs
 from hydragraph.engine import recovery
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.recovery import costs_for, home_for, strategies_for
+from hydragraph.engine.state_transfer import Moved
 from hydragraph.engine.strategy_history import Past
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.passes.check_strategy import check_strategy
@@ -296,6 +298,18 @@ def test_a_second_executable_is_refused_once_another_has_recovered(monkeypatch: 
     second: Any = SimpleNamespace(joined=1)
     with pytest.raises(ValueError, match="survive: the ranks have already recovered with another executable"):
         hg.survive(second, hg.RankFailure(2, "step", "it is lost"))
+
+
+def test_the_result_says_whether_this_rank_finished_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = iter([True, False])  # the second one follows a rank that hands over its state and ends
+    generations = iter([Generation(2, (0, 1), leaving=(1,)), Generation(3, (0,))])
+    member = SimpleNamespace(holds=1, number=0, generation=Generation(1, (0, 1)), peers=())
+    member.meet = lambda failure: next(generations)
+    exe: Any = SimpleNamespace(joined=1, past=Past(), recent=(), strategies=(), progress_s=1.0, leave=lambda: None)
+    monkeypatch.setattr(recovery, "here", lambda: member)
+    monkeypatch.setattr(recovery, "_move", lambda *_: Moved(3, next(moves), None, {}, 0, 0.0))
+    survived = hg.survive(exe, hg.RankFailure(1, "step", "it is lost"))
+    assert (survived.step, survived.finished, exe.joined) == (3, True, 3)
 
 
 def test_a_failed_step_is_freed_before_the_ranks_meet(prepared: Ready) -> None:
