@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class Executable(Membership):
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
         listens: function called when ranks agree on a step; a positive result acts like `stopping`.
     """
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("an executable cannot be pickled or copied: call exe.save")
 
     @collective("step")
     def step(

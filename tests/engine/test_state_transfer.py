@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -451,6 +452,12 @@ def test_adapters_are_not_lost_by_a_move_while_they_are_off(monkeypatch: pytest.
         exe.move(exe.world, None, [0])
     exe.move(exe.world, None, [0])
     assert torch.equal(before["out.weight"], exe.full_state_dict()["out.weight"])
+
+
+@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_executable_is_not_copied(attempt: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied: call exe\.save"):
+        attempt(hg.Executable.__new__(hg.Executable))
 
 
 def test_ranks_are_probed_in_the_first_step_after_a_move() -> None:
