@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -62,9 +63,9 @@ class MiniBatch:
             return self.tokens
         if divide_by == "sequences":
             return len(self.sequences)
-        number = isinstance(divide_by, int | float) and not isinstance(divide_by, bool)
+        number = isinstance(divide_by, numbers.Real) and not isinstance(divide_by, bool)
         if number and 0 < divide_by < math.inf:
-            return divide_by
+            return float(divide_by)
         raise ValueError(f'divide_by is {divide_by!r}: pass "targets", "sequences" or a positive number')
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -126,6 +127,11 @@ def test_a_divisor_is_a_count_or_a_positive_number(wrong: Any) -> None:
     batch = MiniBatch.of(sequences([4]), True, {})
     with pytest.raises(ValueError, match="divide_by is"):
         batch.divisor(wrong)
+
+
+def test_a_divisor_may_be_a_numpy_number() -> None:
+    batch: Any = MiniBatch.of(sequences([4]), True, {})
+    assert [batch.divisor(kind(3)) for kind in (np.int64, np.float32, np.float64)] == [3.0] * 3
 
 
 def test_a_field_of_one_token_has_a_digest_whatever_its_stride() -> None:
