@@ -335,7 +335,8 @@ class Executable(Membership):
     def _switchable(self) -> list[Tensor]:
         names = switchable_parameters(None if self._compiled.shell is None else self._compiled.shell.model)
         self._holding.begin()
-        self._stop_handover()
+        if self._holding.handover is not None:
+            self._holding.handover.settle()
         return [self.home.parameters[name] for name in names]
 
     @collective("save_pretrained")

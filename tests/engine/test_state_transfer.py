@@ -454,6 +454,18 @@ def test_adapters_are_not_lost_by_a_move_while_they_are_off(monkeypatch: pytest.
     assert torch.equal(before["out.weight"], exe.full_state_dict()["out.weight"])
 
 
+def test_a_handover_continues_after_adapters_were_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executable, "switchable_parameters", lambda model: ["out.weight"])
+    exe = alone(small())
+    before = exe.full_state_dict()
+    exe.rehome(hg.Home((2,)))
+    with exe.adapter_off():
+        exe.evaluate(batch(0))
+    assert torch.equal(before["out.weight"], exe.full_state_dict()["out.weight"])
+    exe.step(batch(0))
+    assert exe.owners == hg.Home((2,))
+
+
 @pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_an_executable_is_not_copied(attempt: Callable[[object], object]) -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled or copied: call exe\.save"):
