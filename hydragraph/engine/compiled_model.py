@@ -169,8 +169,9 @@ class CompiledModel:
 
     def mini_batch(self, sequences: Batches, purpose: Purpose = "train") -> MiniBatch:
         """Validate a mini-batch; scoring ignores fields that only the loss reads."""
-        fields, limits = (self._fields, self._limits) if mode_of(purpose) == purpose else self._read_by_scores
-        return MiniBatch.of(sequences, self.program.causal, fields, limits)
+        scores = mode_of(purpose) != purpose
+        fields, limits = self._read_by_scores if scores else (self._fields, self._limits)
+        return MiniBatch.of(sequences, self.program.causal, fields, limits, without_targets=scores)
 
     @functools.cached_property
     def _read_by_scores(self) -> tuple[Mapping[str, Field], tuple[FieldRange, ...]]:

@@ -30,8 +30,8 @@ class MiniBatch:
 
     Attributes:
         sequences: sequences with labels at the positions that predict them.
-        lengths: token count of each sequence, or 0 for a sequence without a target.
-        tokens: number of targets, at least one.
+        lengths: token counts, or 0 for a sequence without a target if another has targets.
+        tokens: number of targets.
     """
 
     sequences: tuple[workload.Sequence, ...]
@@ -40,12 +40,18 @@ class MiniBatch:
 
     @classmethod
     def of(
-        cls, given: Batches, causal: bool, fields: Mapping[str, workload.Field], limits: Sequence[FieldRange] = ()
+        cls,
+        given: Batches,
+        causal: bool,
+        fields: Mapping[str, workload.Field],
+        limits: Sequence[FieldRange] = (),
+        without_targets: bool = False,
     ) -> MiniBatch:
         """Validate sequences or padded batches (`hydragraph.spec.padded`).
 
         Raises:
-            ValueError: a sequence is malformed or violates `limits`, or no sequence has a target.
+            ValueError: a sequence is malformed or violates `limits`, or no sequence has a target, unless
+                `without_targets` is true.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
         if not all(limit.holds(checked) for limit in limits):
@@ -54,13 +60,14 @@ class MiniBatch:
                     limit.check(sequence, i)
         targets = [s.targets for s in checked]
         tokens = sum(targets)
-        if not tokens:
+        if not tokens and not (without_targets and checked):
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
-        return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
+        lengths = tuple(len(s) if n or not tokens else 0 for s, n in zip(checked, targets, strict=True))
+        return cls(checked, lengths, tokens)
 
     def divisor(self, divide_by: DivideBy) -> float:
         if divide_by == "targets":
-            return self.tokens
+            return max(1, self.tokens)
         if divide_by == "sequences":
             return len(self.sequences)
         number = isinstance(divide_by, numbers.Real) and not isinstance(divide_by, bool)
