@@ -63,11 +63,11 @@ def ready() -> Ready:
 
 
 def gradients(prepared: Ready, data: list[dict[str, Any]]) -> list[tuple[float, dict[str, Tensor]]]:
-    exe = prepared.executable(STRATEGIES[0])
+    exe = prepared.executable(STRATEGIES[0], loss=loss)
     found = []
     for strategy in STRATEGIES:
-        loss = exe.evaluate(data, strategy, divide_by="sequences").loss
-        found.append((loss, exe.gradients(data, strategy, divide_by="sequences")))
+        value = exe.evaluate(data, strategy, divide_by="sequences").loss
+        found.append((value, exe.gradients(data, strategy, divide_by="sequences")))
     exe.close()
     return found
 

@@ -35,7 +35,7 @@ from hydragraph.frontend.check.numeric_check import CheckedModel
 from hydragraph.frontend.compiled_folder.load import CompiledFolder, load
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
-from hydragraph.frontend.loss_module import check_loss_of, loss_buffers
+from hydragraph.frontend.loss_module import loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.module_digest import read_by
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
@@ -124,7 +124,7 @@ def capture(
     library = source.loaded(compiled)
     if not library.checked(mode_of(check)):
         check_here(source.subject(library.program), check)
-    return library.program
+    return replace(library.program, reads=read_by(model, loss))
 
 
 @own_modes("compile")
@@ -172,7 +172,7 @@ def compile(
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
-        program: result of `capture` for an equal model. With it, omit `example` and any `loss` without buffers.
+        program: result of `capture` for an equal model and `loss`; omit `example`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
@@ -323,7 +323,6 @@ def _given(
             return
         if folder is not None:
             raise ValueError("compile: program= and compiled= were both given: pass only one of them")
-        check_loss_of(program, source.loss)
         _check_origin(program, source)
 
     _on_all(world, checked)
@@ -412,10 +411,14 @@ def _check_origin(program: Program, source: _Source) -> None:
         raise ValueError(
             f"compile: 'program' was captured from a model other than this {name}; pass this model to `capture`"
         )
-    without_buffers = source.loss is not None and not loss_buffers(source.loss)
-    if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
+    if source.example is not None or source.dtype not in (torch.float32, program.dtype):
         raise ValueError(
-            f"compile: 'program' fixes 'dtype' ({program.dtype}), 'example' and 'loss'; pass these only to `capture`"
+            f"compile: 'program' fixes 'dtype' ({program.dtype}) and 'example'; pass these only to `capture`"
+        )
+    if program.reads not in ("", read_by(source.model, source.loss)):
+        raise ValueError(
+            "compile: 'program' was captured with another loss=, or a value that the loss or model reads has changed; "
+            "pass the same loss= to `capture` and `compile`, and call `capture` again after such a change"
         )
 
 

@@ -34,7 +34,7 @@ from hydragraph.frontend.functional_graph import functional_graph
 from hydragraph.frontend.loss_module import meta_loss, name_in_program, refuse_trained
 from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
 from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
-from hydragraph.frontend.module_digest import outline, structure
+from hydragraph.frontend.module_digest import outline, read_by, structure
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded
 from hydragraph.frontend.peft_adapters import refuse_untried
@@ -114,14 +114,15 @@ def capture(
     cached_program = None if kept is None else read_program(kept)
     if cached_program is not None:
         _LOG.info("read the captured %s from %s in %.2f s", where, kept, time.perf_counter() - began)
-        return replace(cached_program, origin=origin(model))
+        return replace(cached_program, origin=origin(model), reads=read_by(model, loss))
     log.doing(f"capturing {where}")
+    reads = read_by(model, loss)
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
     if kept is not None:
         keep_program(kept, program)
     seconds = time.perf_counter() - began
     _LOG.info("captured %s, %d layers, %d templates, in %.2f s", where, program.layers, len(program.templates), seconds)
-    return program
+    return replace(program, reads=reads)
 
 
 def _captured(

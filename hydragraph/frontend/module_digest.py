@@ -6,6 +6,7 @@ import enum
 import functools
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hydragraph.frontend.state_readers import Readers, cells_of, globals_of
+from hydragraph.frontend.state_readers import Readers, base_library_of, cells_of, globals_of
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
@@ -37,10 +38,19 @@ def structure(value: object, index: bool = True) -> str:
 
 
 def read_by(model: nn.Module, loss: Any) -> str:
-    """Return a digest of a loss, and of the globals that the loss and the user's forward read."""
-    functions = Readers(model, loss).functions.values()
+    """Return a digest of a loss, and of what the loss and the user's forward read outside the model."""
+    readers = Readers(model, loss)
+    functions = readers.functions.values()
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
-    return structure((loss, [(f.__qualname__, globals_of(f)) for f in ordered]))
+    owners: list[tuple[str, Mapping[str, Any], Callable[[str], bool]]] = []
+    owners += [(k.__qualname__, vars(k), readers.reads) for k in readers.classes]
+    owners += [(m.__name__, vars(m), names.__contains__) for m, names in readers.modules.items()]
+    plain = [
+        (where, {n: v for n, v in values.items() if reads(n) and isinstance(v, _PLAIN) and not n.startswith("__")})
+        for where, values, reads in owners
+    ]
+    read = (loss, [(f.__qualname__, globals_of(f)) for f in ordered], sorted(plain, key=repr))
+    return hashlib.sha256(_Describer(True, readers.reads).text(read).encode()).hexdigest()
 
 
 def outline(module: nn.Module) -> str:
@@ -51,7 +61,8 @@ def outline(module: nn.Module) -> str:
 
 
 class _Describer:
-    def __init__(self, index: bool) -> None:
+    def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True) -> None:
+        self._reads = reads  # for attributes of the user's objects
         self._left_out = () if index else LAYER_INDEX
         self._known: dict[int, tuple[int, Any]] = {}  # id -> (number, object); the reference prevents reuse of the id
 
@@ -70,7 +81,7 @@ class _Describer:
     def _content(self, value: Any) -> str:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, nn.Module):
-            own = {k: v for k, v in vars(value).items() if k not in _TENSORS and k not in self._left_out}
+            own = {k: v for k, v in self._own(value).items() if k not in _TENSORS and k not in self._left_out}
             return f"{self.text(type(value))} {self._items(own)} {[self._items(vars(value)[k]) for k in _TENSORS]}"
         if is_lazy(value):
             return f"{kind} without a shape"
@@ -97,8 +108,12 @@ class _Describer:
         if isinstance(value, (BuiltinFunctionType, *PACKETS)):
             return f"{kind} {value}" if "0x" not in str(value) else _identity(value)
         if hasattr(value, "__dict__") and _is_of_python(type(value)):
-            return f"{self.text(type(value))} {self._items(vars(value))}"
+            return f"{self.text(type(value))} {self._items(self._own(value))}"
         return _identity(value)
+
+    def _own(self, value: Any) -> dict[str, Any]:
+        users = base_library_of(type(value)) is None
+        return {name: part for name, part in vars(value).items() if not users or self._reads(name)}
 
     def _items(self, value: Any) -> str:
         return ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items() if k not in _BY_THE_WAY)

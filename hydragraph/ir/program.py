@@ -98,6 +98,7 @@ class Program:
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
+        reads: digest of the loss and of values that it or the model reads, or "" if unknown.
         push_dtype: dtype of gradients sent to their owners.
         window: maximum number of elements in flight, separately for pulls and pushes; None: see `Outline`.
     """
@@ -114,6 +115,7 @@ class Program:
     unplaced: int | None = None
     positions: tuple[int, str] | None = None
     origin: str = ""
+    reads: str = ""
     push_dtype: torch.dtype = torch.float32
     window: int | None = None
 

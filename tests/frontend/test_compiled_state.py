@@ -514,15 +514,30 @@ def test_an_executable_refuses_changes_and_goes_on_when_they_are_undone(
     exe.close()
 
 
+class Tempered:
+    def __init__(self) -> None:
+        self.beta, self.program = 1.0, None
+
+    def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        each = F.cross_entropy(outputs[0], batch["labels"][0], ignore_index=-100, reduction="none")
+        return each.sum() * self.beta
+
+
+def test_a_loss_annealed_after_its_capture_is_refused() -> None:
+    loss: Any = Tempered()
+    given = functools.partial(hg.compile, strategy="<tp1,pp1>", device="cpu", check="off")
+    loss.program = hg.capture(Own(layers=1), loss=loss, check="off")
+    exe = given(Own(layers=1), program=loss.program, loss=loss)
+    loss.beta = 0.5
+    with pytest.raises(Unsupported, match=r"loss: 'beta' was changed after hg.compile from 1.0 to 0.5"):
+        exe.evaluate(sequences([9, 5], seed=1))
+    exe.close()
+    for other in (loss, None):
+        with pytest.raises(ValueError, match="captured with another loss=, or a value that the loss or model reads"):
+            given(Own(layers=1), program=loss.program, loss=other)
+
+
 def test_a_loss_annealed_between_steps_is_refused() -> None:
-    class Tempered:
-        def __init__(self) -> None:
-            self.beta = 1.0
-
-        def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-            each = F.cross_entropy(outputs[0], batch["labels"][0], ignore_index=-100, reduction="none")
-            return each.sum() * self.beta
-
     loss, batch = Tempered(), sequences([9, 5], seed=1)
     exe = hg.compile(Own(layers=1), "<tp1,pp1>", adamw, loss=loss, device="cpu", check="off")
     exe.step(batch)

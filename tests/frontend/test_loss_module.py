@@ -75,7 +75,7 @@ def test_class_weights_train_as_on_one_device_and_a_change_is_noticed() -> None:
 
 
 def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
-    with pytest.raises(ValueError, match=r"program: it needs the loss's buffer 'weights', .*; pass the loss module"):
+    with pytest.raises(ValueError, match=r"captured with another loss=.*; pass the same loss= to"):
         ready().executable("<tp1,pp1>")
 
 

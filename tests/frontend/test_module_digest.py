@@ -132,6 +132,10 @@ def test_a_structure_is_the_same_in_another_process() -> None:
 SHARE = 1.0
 
 
+class SharedByClass:
+    share = 1.0
+
+
 def reads_a_global(x: float) -> float:
     return x * SHARE
 
@@ -143,3 +147,12 @@ def test_whatever_a_loss_reads_is_in_its_digest(make: Callable[[float], Any], mo
     by_one = read_by(model, lambda x: reads_a_global(x))
     monkeypatch.setattr(sys.modules[__name__], "SHARE", 2.0)
     assert read_by(model, lambda x: reads_a_global(x)) != by_one
+
+
+def test_class_attributes_are_in_a_digest_and_unread_attributes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, setting = nn.Linear(2, 2), Setting(2.0)
+    digest = read_by(model, lambda x: x * SharedByClass.share * setting.scaled(x))
+    setting.calls = 1  # type: ignore[attr-defined]
+    assert read_by(model, lambda x: x * SharedByClass.share * setting.scaled(x)) == digest
+    monkeypatch.setattr(SharedByClass, "share", 2.0)
+    assert read_by(model, lambda x: x * SharedByClass.share * setting.scaled(x)) != digest

@@ -31,7 +31,7 @@ def test_targets_in_a_field_are_ignored_in_padding(ignored: int) -> None:
         "second": Field(torch.int64, padding=ignored),
         "weight": Field(torch.float32),
     }
-    exe = hg.compile(small(), "<tp1,pp1>", program=program)
+    exe = hg.compile(small(), "<tp1,pp1>", program=program, loss=loss)
     ids = torch.arange(5)
     second = torch.tensor([2, 3, 4, ignored, ignored])
     one = {"input_ids": ids, "second": second, "weight": torch.ones(5)}
