@@ -214,12 +214,13 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where="optimizer",
             remedy="set requires_grad on the parameters to train before compiling, or pass optimizer=None to evaluate",
         )
+    whole = _whole_options(factory, state)  # first: the function may keep its last optimizer
     try:
         optimizer = call_factory(factory, named)
     except Unsupported:
         raise
     except Exception as error:
-        _refuse_shapes(factory, state, error)
+        _refuse_shapes(whole, error)
         raise
     check_elementwise(optimizer)
     optimized: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -230,7 +231,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where=f"optimizer {type(optimizer).__name__}",
             remedy="build the optimizer from the (name, tensor) pairs that the factory receives",
         )
-    _refuse_other_groups(factory, state, optimizer)
+    _refuse_other_groups(whole, state, optimizer)
     return optimizer
 
 
@@ -255,15 +256,18 @@ _BY_SHAPE = (
 )
 
 
-def _whole(state: HomeState) -> list[tuple[str, nn.Parameter]]:
+def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dict[str, Any]] | Exception:
+    """Return options by parameter for the model's own shapes, or the function's error."""
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
-    return [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
-
-
-def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception) -> None:
+    named = [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
     try:
-        factory(_whole(state))
-    except Exception:
+        return _options(factory(named), named)
+    except Exception as error:
+        return error
+
+
+def _refuse_shapes(whole: dict[str, dict[str, Any]] | Exception, error: Exception) -> None:
+    if isinstance(whole, Exception):
         return
     raise Unsupported(
         f"the function accepts tensors of the model's own shapes, but not 1-D shards ({type(error).__name__}: {error})",
@@ -272,17 +276,16 @@ def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception
     ) from error
 
 
-def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
-    """Call the factory again with full-shape tensors to reject parameter groups chosen by shape."""
-    named, whole = state.named(), _whole(state)
-    try:
-        of_whole = _options(factory(whole), whole)
-    except Exception as error:
+def _refuse_other_groups(
+    of_whole: dict[str, dict[str, Any]] | Exception, state: HomeState, optimizer: torch.optim.Optimizer
+) -> None:
+    if isinstance(of_whole, Exception):
         raise Unsupported(
-            f"its function fails if called again with the model's own shapes ({type(error).__name__}: {error})",
+            f"its function fails if called with the model's own shapes ({type(of_whole).__name__}: {of_whole})",
             where=f"optimizer {type(optimizer).__name__}",
             remedy="pass a function that depends only on the (name, tensor) pairs and can be called repeatedly",
-        ) from error
+        ) from of_whole
+    named = state.named()
     of_shards = _options(optimizer, named)
     for name, shard in named:
         if shard.numel() and of_shards.get(name) != of_whole.get(name):

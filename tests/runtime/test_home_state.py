@@ -133,6 +133,12 @@ def with_a_rate_of_all_elements(named: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=1.0 / (1 + sum(p.numel() for _, p in named)))
 
 
+def fails_for_matrices(named: Named) -> torch.optim.Optimizer:
+    if any(p.dim() > 1 for _, p in named):
+        raise KeyError("a matrix")
+    return by_name(named)
+
+
 def test_what_goes_by_shapes_is_refused_with_a_single_group_of_all_too() -> None:
     (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
     with pytest.raises(Unsupported, match="differ between the whole shape"):
@@ -146,16 +152,19 @@ def test_what_goes_by_shapes_is_refused_with_a_single_group_of_all_too() -> None
     ):
         with pytest.raises(Unsupported, match="accepts tensors of the model's own shapes, but not 1-D shards"):
             make_optimizer(raises, state)
-    calls: list[int] = []
+    with pytest.raises(Unsupported, match="its function fails if called with the model's own shapes"):
+        make_optimizer(fails_for_matrices, state)
 
-    def once(named: Named) -> torch.optim.Optimizer:
-        calls.append(1)
-        if len(calls) > 1:
-            raise KeyError("again")
-        return by_name(named)
 
-    with pytest.raises(Unsupported, match="its function fails if called again with the model's own shapes"):
-        make_optimizer(once, state)
+def test_the_optimizer_is_that_of_the_last_call_of_its_function() -> None:
+    (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
+    made: list[torch.optim.Optimizer] = []
+
+    def kept(named: Named) -> torch.optim.Optimizer:
+        made.append(by_name(named))
+        return made[-1]
+
+    assert make_optimizer(kept, state) is made[-1]
 
 
 def test_the_settings_of_an_optimizer_are_those_that_change_the_update() -> None:
