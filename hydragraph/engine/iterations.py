@@ -226,8 +226,9 @@ class IterationRunner(CollectiveCalls):
                 self._compiled.sums.check_count(len(batch.sequences))
             if purpose == "train" and self._session.optimizer is not None:
                 check_hooks(self._session.optimizer)
-            self._compiled.state.check()
-            if purpose not in ("train", "gradients"):
+            trains = purpose in ("train", "gradients")
+            self._compiled.state.check(trains)
+            if not trains:
                 self._compiled.state.refuse_evaluation()
         except Exception as error:
             refused = error

@@ -118,7 +118,12 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Module:
-    """A module's tensors, children and hooks at compilation; `training` is None if results do not depend on it."""
+    """A module's tensors, children and hooks at compilation.
+
+    Attributes:
+        training: None if results do not depend on it.
+        drops: whether only dropout depends on it.
+    """
 
     where: str
     module: weakref.ref[nn.Module]
@@ -127,9 +132,10 @@ class _Module:
     tensors: list[_Tensor]
     hooks: int
     training: bool | None
+    drops: bool
 
     @classmethod
-    def of(cls, name: str, module: nn.Module, depends: bool) -> _Module:
+    def of(cls, name: str, module: nn.Module, depends: bool, drops: bool) -> _Module:
         parameters, buffers, children = tables_of(module)
         return cls(
             name or type(module).__name__,
@@ -139,9 +145,10 @@ class _Module:
             [_Tensor.of(name, n, t) for table in (parameters, buffers) for n, t in table.items() if t is not None],
             number_of_hooks(module),
             module.training if depends else None,
+            drops,
         )
 
-    def check(self) -> None:
+    def check(self, trains: bool) -> None:
         module = self.module()
         if module is None:
             return
@@ -149,7 +156,8 @@ class _Module:
             for kind, hook in hooks_of(module):
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise _refused(self.where, f"a {kind} ({name}) was registered after hg.compile")
-        if self.training is not None and module.training is not self.training:
+        compared = self.training is not None and (trains or not self.drops)
+        if compared and module.training is not self.training:
             what = f"the output of {type(module).__name__} depends on `training`"
             raise _refused(self.where, f"{what}, which was {self.training} at hg.compile and is {module.training} now")
         for part in self.tensors:
@@ -208,7 +216,11 @@ class CompiledState:
             named += [(f"loss.{name}".rstrip("."), module) for name, module in loss.named_modules()]
         self._reads_training = model.training and readers.depends_on_training_without_dropout
         own = readers.depends_on_training([m for _, m in named if library_of(type(m)) is None])
-        self._modules = [_Module.of(name, module, _depends_on_training(module, own)) for name, module in named]
+        own_drops = not readers.depends_on_training_without_dropout
+        self._modules = [
+            _Module.of(name, module, _depends_on_training(module, own), own_drops and _drops(module, own))
+            for name, module in named
+        ]
         for name, module in named:
             self._add_attributes(name or type(module).__name__, module, readers)
         self._add_reached("loss", loss, readers)
@@ -220,17 +232,17 @@ class CompiledState:
             remedy = "compute the same in both modes, or evaluate the model outside hydragraph"
             raise Unsupported(what, where="evaluate", remedy=remedy)
 
-    def check(self) -> None:
+    def check(self, trains: bool = True) -> None:
         if list(global_hooks()) != self._hooks:
             raise _refused("every module (torch.nn.modules.module)", "global hooks were changed after hg.compile")
         for module in self._modules:
             module.check_parts(self._is_trained)
-            module.check()
+            module.check(trains)
         for names in self._names:
             names.check()
 
     def changed_weights(self) -> str:
-        """Describe the first change to a parameter, buffer or module; return "" if there is none."""
+        """Describe the first changed parameter, buffer or module, or return ""."""
         try:
             for module in self._modules:
                 module.check_parts(self._is_trained)
@@ -327,6 +339,10 @@ def _depends_on_training(module: nn.Module, own: bool) -> bool:
     if rates or library != "torch":
         return any(rates.values())
     return mentions(type(module), "training")
+
+
+def _drops(module: nn.Module, own: bool) -> bool:
+    return any(rates_of(module).values()) or (own and library_of(type(module)) is None)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
