@@ -136,7 +136,9 @@ class IterationRunner(CollectiveCalls):
         if trains:  # even if this step is rejected, the promise is used up
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
+            promised = self._promised is not None
             batch, strategy = self._agree(sequences, given, purpose, divide_by)
+            refused = self._refusal(purpose) if promised else None
             work = self._assign(batch, strategy, purpose)
             assigned = time.perf_counter()
             self._prepare(work, purpose)
@@ -153,11 +155,14 @@ class IterationRunner(CollectiveCalls):
                     self._update,
                     self.steps + 1,
                     self.spans if trains else None,
-                    functools.partial(self._says, coming),
+                    functools.partial(self._says, coming, purpose, refused),
                 )
             finally:
                 session.executor.beside = None
             self._holding.go_over()  # switch owners even without an update
+            if not outcome.alike:
+                raise_together(self._session.groups, refused, refused)
+                self._refuse_other_settings(purpose)
         if trains:
             self._lasted = time.perf_counter() - began
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
@@ -175,8 +180,7 @@ class IterationRunner(CollectiveCalls):
     ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
-        Raise the same error on all ranks if the call is invalid, a save has failed, or calls differ. Raise `Stopped` if
-        a rank was asked to stop.
+        Raise an error on all ranks if the call is invalid, a save has failed, calls differ, or a rank should stop.
         """
         promised = self._promised
         if promised is not None:
@@ -198,7 +202,7 @@ class IterationRunner(CollectiveCalls):
             same = self._session.groups.same_everywhere
             try:
                 same("call", purpose)
-                same("optimizer's settings, such as the learning rate", self._update_settings(purpose))
+                self._refuse_other_settings(purpose)
                 own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
                 same("mini-batch, strategy or call", own)
             except ValueError as error:
@@ -224,6 +228,14 @@ class IterationRunner(CollectiveCalls):
             batch.divisor(divide_by)
             if self._compiled.sums is not None:
                 self._compiled.sums.check_count(len(batch.sequences))
+            refused = self._refusal(purpose)
+        except Exception as error:
+            refused = error
+        accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)
+        return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
+
+    def _refusal(self, purpose: Purpose) -> Exception | None:
+        try:
             if purpose == "train" and self._session.optimizer is not None:
                 check_hooks(self._session.optimizer)
             trains = purpose in ("train", "gradients")
@@ -231,18 +243,25 @@ class IterationRunner(CollectiveCalls):
             if not trains:
                 self._compiled.state.refuse_evaluation()
         except Exception as error:
-            refused = error
-        accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)
-        return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
+            return error
+        return None
+
+    def _refuse_other_settings(self, purpose: Purpose) -> None:
+        what = "optimizer's settings, such as the learning rate"
+        try:
+            self._session.groups.same_everywhere(what, self._update_settings(purpose))
+        except ValueError as error:
+            raise agreed(error) from None
 
     def _update_settings(self, purpose: Purpose) -> str:
         return settings_of(self._session.optimizer) if purpose == "train" else ""
 
-    def _says(self, coming: Promise | None) -> tuple[int, ...]:
+    def _says(self, coming: Promise | None, purpose: Purpose, refused: Exception | None) -> tuple[int, ...]:
+        update = -1 if refused is not None else digest(self._update_settings(purpose), None) >> 10
         if coming is None:
-            return self._session.saying(-1, 0)
+            return self._session.saying(-1, 0, update)
         coming.call = self._checked(coming.sequences, coming.strategy, "train", coming.divide_by)
-        return self._session.saying(coming.call.mark, self._reason_to_stop())
+        return self._session.saying(coming.call.mark, self._reason_to_stop(), update)
 
     def _reason_to_stop(self) -> int:
         member = here()

@@ -112,14 +112,15 @@ class Session:
         most = self.groups.reduce_to_host(Channel.COMMIT, most, ReduceOp.MAX)
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
-    def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
+    def saying(self, digest: int, stopping: int, update: int = 0) -> tuple[int, ...]:
         """Return the inputs of `compare` as integers, sent at a commit and read by `RanksCompared.of`.
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
+            update: digest of this update's settings, or -1 to refuse it.
         """
         high, low = divmod(digest, 1 << 31)
-        return high, low, int(self.saver.failed), stopping
+        return high, low, int(self.saver.failed), stopping, update
 
     def execute(
         self,
@@ -135,7 +136,7 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            says: function that returns this rank's message to all ranks (`saying`), called after the computation.
+            says: function that returns this rank's message (`saying`), called after the computation.
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}
@@ -208,7 +209,7 @@ class RanksCompared:
 
     @staticmethod
     def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
-        high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
+        high, _, unsaved, stopping, _ = (max(numbers) for numbers in zip(*said, strict=True))
         same = high >= 0 and len({message[:2] for message in said}) == 1
         return RanksCompared(same, bool(unsaved), stopping)
 

@@ -50,7 +50,7 @@ _MADE_BY = {
     ValueKind.COPYING: Stream.OFFLOAD,
     ValueKind.FETCHED: Stream.OFFLOAD,
 }
-SAYS = 4  # numbers that each rank sends at the commit
+SAYS = 5  # numbers that each rank sends at the commit
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class IterationOutcome:
     ranks: tuple[RankTimes, ...]
     said: tuple[tuple[int, ...], ...]
     scores: Tensor
+
+    @property
+    def alike(self) -> bool:
+        marks = {numbers[-1] for numbers in self.said}
+        return len(marks) == 1 and -1 not in marks
 
 
 class ConcurrentWork(Protocol):
@@ -211,7 +216,7 @@ class Executor:
                     outcome = self._commit(iteration, says)
                 elif instruction.op is Op.UPDATE:
                     assert outcome is not None
-                    if outcome.finite:
+                    if outcome.finite and outcome.alike:
                         update(outcome.grad_norm)
                 elif instruction.target in self._kinds and instruction.stream is Stream.COMPUTE:
                     with timing.computing(self._kinds[instruction.target], self._waited, self._scheduled):

@@ -116,13 +116,32 @@ def refusals(ready: Ready) -> list[float]:
             other()
     step(coming)
     exe.evaluate(batch(0))
+    # What changed after ranks agreed on the promised step is refused before its update.
+    config: Any = ready.model.config
+    group = exe.optimizer.param_groups[0]  # type: ignore[union-attr]
+    changes: list[tuple[Callable[[float], object], float]] = [
+        (lambda to: group.update(lr=to), 1e-2),
+        (lambda to: setattr(config, "rms_norm_eps", to), config.rms_norm_eps),
+    ]
+    for change, before in changes:
+        coming = batch(3)
+        exe.promise(coming)
+        step(batch(2))
+        if first:
+            change(0.5)
+        updates = exe.steps
+        with pytest.raises(ValueError, match=r"ranks differ in optimizer's settings|'rms_norm_eps' was changed"):
+            exe.step(coming)
+        assert exe.steps == updates
+        change(before)
+    exe.evaluate(batch(0))
     return losses
 
 
 def test_what_ranks_do_not_promise_alike_or_no_step_takes_is_refused_as_ever() -> None:
     by_rank = hg.launch(refusals, RANKS, small_llama(), timeout=LIMIT)
     assert all(losses == by_rank[0] for losses in by_rank)
-    assert len(by_rank[0]) == 7
+    assert len(by_rank[0]) == 9
 
 
 def another(ready: Ready) -> str:
