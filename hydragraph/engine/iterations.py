@@ -238,6 +238,7 @@ class IterationRunner(CollectiveCalls):
         try:
             if purpose == "train" and self._session.optimizer is not None:
                 check_hooks(self._session.optimizer)
+            self._session.home.check_parameters()
             trains = purpose in ("train", "gradients")
             self._compiled.state.check(trains)
             if not trains:

@@ -110,6 +110,17 @@ class HomeState:
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
+    def check_parameters(self) -> None:
+        starts = {name: (shard.data_ptr(), shard.element_size()) for name, shard in self.weights.items()}
+        for name, piece in self.pieces.items():
+            start, size = starts[piece.bucket]
+            if piece.size and self.parameters[name].data_ptr() != start + piece.at * size and start:
+                raise Unsupported(
+                    "its `data` was replaced, so it would not be trained",
+                    where=f"parameter {name!r} of the optimizer",
+                    remedy="change values in place: with torch.no_grad(): parameter.copy_(values)",
+                )
+
     def clip_gradients(self, norm: float, limit: float) -> None:
         """Scale gradients down to the norm `limit`, like `torch.nn.utils.clip_grad_norm_`; `norm` is over all ranks."""
         factor = limit / (norm + _CLIP_EPS)
@@ -204,8 +215,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     """Call the user's factory, and check its optimizer.
 
     Raises:
-        Unsupported: all parameters are frozen, or the optimizer needs whole tensors (LBFGS, Adafactor, Muon, ...) or
-            has parameters that the factory did not receive.
+        Unsupported: all parameters are frozen, or the optimizer needs whole tensors or has other parameters.
     """
     named = state.named()
     if not state.gradients:

@@ -29,14 +29,14 @@ class Rounded:
         return self._copies[bucket]
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
-        """Return, for each parameter, its part of the copies, to which the optimizer writes."""
+        """Return each parameter's part of the copies."""
         parameters: dict[str, nn.Parameter] = dict(self._home.parameters)
         kept = {name: piece for name, piece in self._home.pieces.items() if piece.bucket in self._copies}
         return {parameters[name]: piece.of(self._copies) for name, piece in kept.items()}
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:
-    """Return copies that an optimizer maintains, or None if it cannot or the dtype is fp32."""
+    """Return copies that an optimizer maintains, or None."""
     if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
         return None
     kept = Rounded(home, dtype)

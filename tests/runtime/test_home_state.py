@@ -133,6 +133,18 @@ def with_a_rate_of_all_elements(named: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=1.0 / (1 + sum(p.numel() for _, p in named)))
 
 
+def test_a_parameter_whose_data_was_replaced_is_refused() -> None:
+    for state in states(HomeLayouts(EQUAL, 2).by_name(MODEL.buckets), 2):
+        with torch.no_grad():
+            for parameter in state.parameters.values():
+                parameter.copy_(parameter.clone())
+        state.check_parameters()
+        name = next(name for name, piece in state.pieces.items() if piece.size)
+        state.parameters[name].data = state.parameters[name].data.clone()
+        with pytest.raises(Unsupported, match=rf"{name}.*its `data` was replaced.*change values in place"):
+            state.check_parameters()
+
+
 def fails_for_matrices(named: Named) -> torch.optim.Optimizer:
     if any(p.dim() > 1 for _, p in named):
         raise KeyError("a matrix")
