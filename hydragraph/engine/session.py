@@ -194,8 +194,8 @@ class Session:
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
         assert self.optimizer is not None, "only a program compiled with an optimizer can update"
-        self.home.attach_gradients()
-        self.optimizer.step()
+        with self.home.attached_gradients():
+            self.optimizer.step()
         self.log.updated(norm)
 
 

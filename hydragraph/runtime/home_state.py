@@ -64,8 +64,7 @@ class HomeState:
         gradients: as `weights`, for trained buckets only.
         counted: views of the gradients that only this rank counts in norms.
         pieces: parameter name -> part that this rank owns, possibly empty, in model order.
-        parameters: parameter name -> 1-D fp32 view into `weights`; `.grad` is a view into `gradients`, or None if the
-            parameter gets no gradient.
+        parameters: parameter name -> 1-D fp32 view into `weights`; has no `.grad` outside updates.
     """
 
     rank: int
@@ -102,13 +101,17 @@ class HomeState:
         pieces = {name: by_name[name] for name in program.parameters}
         parameters = {n: nn.Parameter(piece.of(weights), piece.parameter.trainable) for n, piece in pieces.items()}
         counted = [part for name, shard in gradients.items() for part in _counted(layouts[name], rank, shard)]
-        state = HomeState(rank, layouts, weights, gradients, counted, pieces, parameters)
-        state.attach_gradients()
-        return state
+        return HomeState(rank, layouts, weights, gradients, counted, pieces, parameters)
 
-    def attach_gradients(self) -> None:
+    @contextmanager
+    def attached_gradients(self) -> Iterator[None]:
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
+        try:
+            yield
+        finally:
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def check_parameters(self) -> None:
         starts = {name: (shard.data_ptr(), shard.element_size()) for name, shard in self.weights.items()}

@@ -99,12 +99,26 @@ def test_a_part_of_a_bucket_may_have_a_second_owner_while_it_moves(data: st.Data
 def test_parameters_that_learn_have_their_part_of_the_gradients() -> None:
     layouts = {b.name: home(b.size, range(2), [1, 0]) for b in MODEL.buckets}
     owner, other = states(layouts, 2)
-    assert {p.grad.numel() if p.grad is not None else None for p in other.parameters.values()} == {0}
     assert other.counted == []
     owner.gradients["layer.0"].fill_(2.0)
-    gradient = owner.parameters["layer.0.norm"].grad
-    assert gradient is not None
-    assert gradient.tolist() == pytest.approx([2.0] * 7)
+    with owner.attached_gradients(), other.attached_gradients():
+        assert {p.grad.numel() if p.grad is not None else None for p in other.parameters.values()} == {0}
+        gradient = owner.parameters["layer.0.norm"].grad
+        assert gradient is not None
+        assert gradient.tolist() == pytest.approx([2.0] * 7)
+
+
+def test_a_step_of_the_optimizer_outside_an_update_changes_nothing() -> None:
+    (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
+    optimizer = make_optimizer(by_name, state)
+    for gradient in state.gradients.values():
+        gradient.fill_(1.0)
+    before = {name: parameter.clone() for name, parameter in state.parameters.items()}
+    optimizer.step()
+    with pytest.raises(KeyboardInterrupt), state.attached_gradients():
+        raise KeyboardInterrupt
+    optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in state.parameters.items())
 
 
 def by_dimension(named: Named, matrices: float) -> torch.optim.Optimizer:
