@@ -22,6 +22,7 @@ from hydragraph.commands.plan_costs import (
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.commands.progress import Say, progress
 from hydragraph.planner.uncollected import uncollected
+from hydragraph.spec.record import flow_yaml
 from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.train.config import TrainConfig
 
@@ -208,13 +209,17 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
                 priced["health"] = str(path.with_name(f"{path.stem}-health.yaml"))
                 costs.health.save(priced["health"])
     unknown = "; without a profile, --health has no effect on the run" if asked.health and not asked.profile else ""
-    listed = ", ".join(map(str, names))
-    quoted = json.dumps(list(map(str, names)), ensure_ascii=False)
-    in_yaml = ", ".join(f"{name}: {value}" for name, value in priced.items())
+    strategies = list(map(str, names))
+    run = {
+        "strategies": strategies,
+        "home": str(plan.home),
+        "ranks": len(plan.memory),
+        "plan": {**priced, "choose": True},
+    }
     settings = " ".join(f"--set plan.{name}={shlex.quote(value)}" for name, value in priced.items())
     return (
-        f"{listed}: to train, set strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)}, plan: "
-        f"{{{in_yaml}}} in the run's config, or run hydragraph train config.yaml --set 'strategies={quoted}' "
+        f"{', '.join(strategies)}: to train, set {flow_yaml(run)[1:-1]} in the run's config, or run hydragraph train "
+        f"config.yaml --set {shlex.quote(f'strategies={json.dumps(strategies, ensure_ascii=False)}')} "
         f"--set 'home={plan.home}' --set ranks={len(plan.memory)} {settings}{unknown}"
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 import hydragraph as hg
@@ -240,24 +241,27 @@ def plan_devices(where: Path, *options: object) -> Result:
 
 
 def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
-    files = ("--output", "plan.yaml", "--picture", "plan.png", "--health", "slow_one.yaml")
+    files = ("--output", "a, it's.yaml", "--picture", "plan.png", "--health", "slow_one.yaml")
     told = plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, *files)
     assert told.exit_code == 0, told.output
-    written = hg.Strategy.load(uneven / "plan.yaml")
+    written = hg.Strategy.load(uneven / "a, it's.yaml")
     assert f"strategy: {written.name}" in told.stdout
     assert (
         "computation as measured: made up for fast, made up for slow; memory predicted from the profile" in told.stdout
     )
-    assert f"strategies: [{uneven / 'plan.yaml'}]" in told.stdout
+    listed = told.stdout.partition("to train, set ")[2].partition(" in the run's config")[0]
+    printed = yaml.safe_load(f"{{{listed}}}")
     options = shlex.split(told.stdout.partition("hydragraph train config.yaml ")[2].splitlines()[0])
     config = TrainConfig.load(uneven / "config.yaml", options[1::2])
+    (uneven / "printed.yaml").write_text(yaml.safe_dump({**settings(uneven), **printed}))
+    assert TrainConfig.load(uneven / "printed.yaml") == config
     read = read_costs(config.plan, config.ranks)  # the costs of this plan
     assert isinstance(read, Costs)
     assert read.profile == priced.costs(LAYERS, priced.mixed()).profile
     assert read.health == hg.Health({0: 2.57})
     assert (uneven / "plan.png").read_bytes().startswith(b"\x89PNG")
     # The same again, as JSON, is what hg.plan says; and what was written is read as what runs now.
-    kept = ("--running", "plan.yaml", "--home", "equal", "--json", "--price", "2.5")
+    kept = ("--running", "a, it's.yaml", "--home", "equal", "--json", "--price", "2.5")
     record = json.loads(plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, *files, *kept).stdout)
     costs = priced.costs(LAYERS, priced.mixed(), hg.Health({0: 2.57})).changed(home=hg.Home())
     expected = hg.plan(costs, hg.Workload(8, 64), running=written)
