@@ -47,7 +47,7 @@ def check_labels(costs: Costs, workload: Workload) -> None:
         raise Unsupported(
             f"nothing fits: every rank holds the labels of all sequences ({least / 1e9:.3g} GB), which exceed the "
             f"memory of rank{'s' * (len(small) > 1)} {listed}",
-            where=f"plan for {workload} on {costs.ranks} devices",
+            where=f"plan for {workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}",
             remedy=f"{without}give smaller mini-batches",
         )
 
@@ -71,7 +71,7 @@ def nothing_fits(
     changes = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
     return Unsupported(
         f"nothing fits: {why}",
-        where=f"plan for {workload} on {costs.ranks} devices",
+        where=f"plan for {workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}",
         remedy=f"{changes}{first}allow recomputation and higher tensor-parallel degrees (a measured profile must "
         "contain them: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
     )

@@ -71,10 +71,12 @@ class Workload:
 
     def __str__(self) -> str:
         if not self.lengths:
-            return f"{self.sequences} sequences of {self.length:,} tokens"
+            tokens = f"{self.length:,} token{'s' * (self.length > 1)}"
+            return f"{self.sequences} sequence{'s' * (self.sequences > 1)} of {tokens}"
         counts = [len(batch) for batch in self.batches]
         spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        return f"{len(counts)} sample mini-batches of {spread} sequences, of up to {self.longest:,} tokens"
+        batches = f"{len(counts)} sample mini-batch{'es' * (len(counts) > 1)}"
+        return f"{batches} of {spread} sequence{'s' * (max(counts) > 1)}, of up to {self.longest:,} tokens"
 
 
 def full_lengths(tokens: int, longest: int) -> list[int]:

@@ -26,6 +26,9 @@ def test_typical_sequences_are_as_much_work() -> None:
     assert typical.sequences * typical.length == pytest.approx(tokens, rel=0.2)
     assert typical.length == round(squares / tokens)
     assert str(workload) == "2 sample mini-batches of 2 to 3 sequences, of up to 300 tokens"
+    assert str(Workload(lengths=[[16]])) == "1 sample mini-batch of 1 sequence, of up to 16 tokens"
+    assert str(Workload(1, 1)) == "1 sequence of 1 token"
+    assert str(Workload(2, 3000)) == "2 sequences of 3,000 tokens"
 
 
 @pytest.mark.parametrize(

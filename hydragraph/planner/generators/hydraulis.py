@@ -123,7 +123,8 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     if max(reach.values(), default=0) < last:
         longest = max((profile.max_len(s, devices) for s in usable), default=0)
         raise Unsupported(
-            f"no measured scheme fits {context} tokens on {devices} devices (the longest MaxLen is {longest})",
+            f"no measured scheme fits {context} tokens on {devices} device{'s' * (devices > 1)} (the longest MaxLen is "
+            f"{longest})",
             where=f"profile {profile.name}",
             remedy="lower the context length, add devices, or measure schemes of more devices",
         )
