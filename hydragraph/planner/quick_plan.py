@@ -54,6 +54,20 @@ def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
     return assign_pipelines(rough_costs(strategy, longest), lengths)
 
 
+def too_long(sequence: int, tokens: int, most: int) -> Unsupported:
+    if most < 1:
+        return Unsupported(
+            "the state leaves no memory for a sequence in any pipeline",
+            where="planner",
+            remedy="add pipelines, which share the state, or give more devices to a pipeline",
+        )
+    return Unsupported(
+        f"sequence {sequence} has {tokens} tokens, more than any pipeline can hold (at most {most})",
+        where="planner",
+        remedy="truncate it (max_length in the data), or give more devices to a pipeline",
+    )
+
+
 def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
     # All ranks must break ties in the same way.
     loads = [0.0] * len(pipelines)
@@ -61,12 +75,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
         fitting = [p for p, pipeline in enumerate(pipelines) if lengths[i] <= pipeline.max_len]
         if not fitting:
-            raise Unsupported(
-                f"sequence {i} has {lengths[i]} tokens, more than any pipeline can hold "
-                f"(at most {max(p.max_len for p in pipelines)})",
-                where="planner",
-                remedy="truncate it, or give more devices to a pipeline",
-            )
+            raise too_long(i, lengths[i], max(p.max_len for p in pipelines))
         best = min(fitting, key=lambda p: (loads[p] + _work(pipelines[p], lengths[i]), loads[p], p))
         loads[best] += _work(pipelines[best], lengths[i])
         shares[best].append(i)

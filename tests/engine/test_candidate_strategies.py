@@ -68,7 +68,7 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
         if how == "auto":
             said = executable.decision
             assert said.startswith("a strategy is chosen every iteration") if executable.rank == 0 else not said
-            with pytest.raises(hg.Unsupported, match="500 tokens, more than any candidate can hold"):
+            with pytest.raises(hg.Unsupported, match="500 tokens, more than any pipeline can hold"):
                 executable.step([torch.zeros(500, dtype=torch.int64)])
             assert executable.step(mini_batches()[0]).loss > 0  # all ranks refused together, so they stay usable
         return found

@@ -190,7 +190,7 @@ def test_what_a_worker_refuses_is_refused_here() -> None:
     planner = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
     try:
         planner.announce((10_000_000,))
-        with pytest.raises(hg.Unsupported, match="10000000 tokens, more than any candidate can hold"):
+        with pytest.raises(hg.Unsupported, match="10000000 tokens, more than any pipeline can hold"):
             planner.plan((10_000_000,))
     finally:
         planner.close()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from hydragraph.cost.measured_profile import PipelineCost, Scheme
 from hydragraph.cost.schemes import Schemes
-from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import (
     Bounded,
     PlannedAssignment,
@@ -18,6 +17,7 @@ from hydragraph.planner.assignment.assign_mini_batch import (
     bounded_pipelines,
 )
 from hydragraph.planner.assignment.equal_sequences import equally_long
+from hydragraph.planner.quick_plan import too_long
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,7 @@ def compare_pipelines(
     reach = [max(p.max_len for p in c) for c in candidates]
     fitting = [i for i, limit in enumerate(reach) if limit >= longest]
     if not fitting:
-        raise Unsupported(
-            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than any candidate can hold "
-            f"(at most {max(reach)})",
-            where="planner",
-            remedy="truncate it (max_length in the data), or add a candidate with a pipeline of more devices",
-        )
+        raise too_long(list(lengths).index(longest), longest, max(reach))
     starts = {i: bounded_pipelines(candidates[i], lengths) for i in fitting}
     bounds = {i: start.seconds + paid[i] for i, start in starts.items()}
     verdicts = [

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows
-from hydragraph.errors import Unsupported
 from hydragraph.planner.bisection import bisect
+from hydragraph.planner.quick_plan import too_long
 from hydragraph.spec.assignment import Assignment
 
 PRECISION = 1e-9
@@ -59,11 +59,7 @@ def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Ass
 def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_PipelineKind]:
     longest = max(pipeline.max_len for pipeline in pipelines)
     if lengths[0] > longest:
-        raise Unsupported(
-            f"sequences have {lengths[0]} tokens, more than any pipeline can hold (at most {longest})",
-            where="planner",
-            remedy="truncate them, or give more devices to a pipeline",
-        )
+        raise too_long(0, lengths[0], longest)
     kind_by_pipeline = {pipeline: _PipelineKind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
     return [kind_by_pipeline[pipeline] for pipeline in pipelines]
 

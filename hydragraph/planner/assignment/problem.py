@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.local_search import EQ3, FORMED, Floats, Instance, Ints
+from hydragraph.planner.quick_plan import too_long
 
 Bubble = Literal["longest", "constant"]
 
@@ -80,12 +80,7 @@ def problem_of(
     sizes = tokens[order].astype(np.float64)
     longest = max(p.max_len for p in pipelines)
     if len(sizes) and sizes[0] > longest:
-        raise Unsupported(
-            f"sequence {order[0]} has {int(sizes[0])} tokens, more than any pipeline can hold (at most {longest})",
-            where="planner",
-            remedy="truncate it (max_length in the data), or give more devices to a pipeline (a higher "
-            "tensor- or pipeline-parallel degree)",
-        )
+        raise too_long(int(order[0]), int(sizes[0]), longest)
     kinds = tuple(dict.fromkeys(pipelines))
     kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
     cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)

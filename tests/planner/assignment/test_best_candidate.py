@@ -34,7 +34,12 @@ def test_candidates_that_are_too_short_say_so_and_none_is_an_error() -> None:
     found = planner.compare(CANDIDATES, PROFILE, [reach + 1, 10])
     assert found.index != 1
     assert f"do not fit (MaxLen {reach})" in found.verdicts[1].why
-    with pytest.raises(hg.Unsupported, match=r"sequence 1 has 9999999 tokens, more than any candidate can hold"):
+    with pytest.raises(hg.Unsupported, match=r"sequence 1 has 9999999 tokens, more than any pipeline can hold"):
         planner.choose(CANDIDATES, PROFILE, [10, 9_999_999])
     with pytest.raises(ValueError, match="at least one strategy"):
         planner.choose([], PROFILE, [10])
+
+
+def test_candidates_whose_state_does_not_fit_say_so() -> None:
+    with pytest.raises(hg.Unsupported, match=r"the state leaves no memory for a sequence.*add pipelines"):
+        planner.choose([[(1, 1)]], PROFILE, [100])

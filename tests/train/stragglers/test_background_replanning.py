@@ -146,7 +146,7 @@ def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPa
 def test_a_mini_batch_too_long_for_the_running_plan_is_a_refusal() -> None:
     short = tuple(replace(pipeline, max_len=8) for pipeline in request(RUNNING).candidates[0])
     found = replan(replace(question(Health()), at_once=True, request=PlanRequest((short,), (0.0,))))
-    assert "300 tokens, more than any candidate can hold" in found.refused
+    assert "300 tokens, more than any pipeline can hold" in found.refused
 
 
 def _answer(planner: Replanner) -> Replanned:
