@@ -103,7 +103,7 @@ def _planned(
             costs = compiled
     say("searching")
     schedules = planned_schedules(_backend(config))
-    streaming = config is None or not config.deterministic
+    deterministic = config is not None and config.deterministic
 
     best: list[tuple[float, str]] = []
 
@@ -112,7 +112,9 @@ def _planned(
         say(f"searching; best so far: {best[0][0]:.4g} s an iteration")
 
     def planned(some: Costs) -> Plan:
-        return plan(some, workload, method, running, left(), solver, schedules, streaming, improved)
+        return plan(
+            some, workload, method, running, left(), solver, schedules, improved=improved, deterministic=deterministic
+        )
 
     rented: list[RentalOffer] = []
     if asked.budget is None or prices is None:

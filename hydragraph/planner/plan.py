@@ -36,7 +36,7 @@ from hydragraph.planner.price_candidate import (
     unlike,
 )
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
-from hydragraph.planner.refinements import as_run, refined
+from hydragraph.planner.refinements import as_run, one_by_one, refined
 from hydragraph.planner.request import Method as Method
 from hydragraph.planner.request import Solver, check_question
 from hydragraph.planner.state_shares import home_by_block, home_nodes
@@ -164,6 +164,7 @@ def plan(
     schedules: Collection[str] = (DEFAULT_SCHEDULE,),
     streaming: bool = True,
     improved: Callable[[float, str], None] | None = None,
+    deterministic: bool = False,
 ) -> Plan:
     """Plan training on devices that differ by type, memory or current speed.
 
@@ -179,6 +180,7 @@ def plan(
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
         streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
         improved: called with the seconds and the text of each better strategy.
+        deterministic: plan a run with one sequence per micro-batch and one tensor-parallel degree.
 
     Raises:
         Unsupported: no plan fits, a type was not measured, or all devices are lost.
@@ -196,7 +198,10 @@ def plan(
         raise ValueError(f"'running' is {running!r}: give a plan, a strategy or its text, or leave it out")
     with uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
-        return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming, _telling(improved))
+        if not deterministic:
+            seen = _telling(improved)
+            return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming, False, seen)
+        return _of_one_cut(costs, workload, method, running, deadline_s, ways, schedules)
 
 
 def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled], Settled]:
@@ -212,6 +217,30 @@ def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled
     return seen
 
 
+def _of_one_cut(
+    costs: Costs,
+    workload: Workload,
+    method: Method,
+    running: Plan | Strategy | None,
+    deadline_s: float | None,
+    ways: Sequence[Way],
+    schedules: Collection[str],
+) -> Plan:
+    cuts = costs.profile.cuts
+    each_s = None if deadline_s is None else deadline_s / len(cuts)
+    plans: list[Plan] = []
+    refused: Unsupported | None = None
+    for cut in cuts:
+        some = costs.changed(profile=costs.profile.of_cut(*cut))
+        try:
+            plans.append(_plan(some, workload, method, running, each_s, ways, schedules, False, True, _telling(None)))
+        except Unsupported as error:
+            refused = refused or error
+    if refused is not None and not plans:
+        raise refused
+    return min(plans, key=lambda each: each.seconds)
+
+
 def _plan(
     costs: Costs,
     workload: Workload,
@@ -221,6 +250,7 @@ def _plan(
     ways: Sequence[Way],
     schedules: Collection[str],
     streaming: bool,
+    deterministic: bool,
     seen: Callable[[Settled], Settled],
 ) -> Plan:
     began = time.monotonic()
@@ -246,6 +276,8 @@ def _plan(
     streaming = streaming and method == "auto"
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
+    if deterministic:
+        looked = replace(looked, settled=tuple(one_by_one(costs, each) for each in looked.settled), passed=())
     for settled in looked.settled:
         seen(settled)
     # A strategy that does not fit the longest sequence may be best for other mini-batches.
@@ -263,9 +295,9 @@ def _plan(
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
-    if chosen.simulated and not (workload.lengths or is_late(until)):
+    if chosen.simulated and not (workload.lengths or is_late(until) or deterministic):
         chosen = as_run(costs, chosen)
-    useful = _useful(costs, workload, chosen, looked.settled) if workload.lengths else [chosen]
+    useful = _useful(costs, workload, chosen, looked.settled, deterministic) if workload.lengths else [chosen]
     took = time.monotonic() - began
     used = {*chosen.strategy.devices, *costs.health.lost}
     return Plan(
@@ -519,7 +551,9 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
     return tuple(rivals)
 
 
-def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
+def _useful(
+    costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled], deterministic: bool
+) -> list[Settled]:
     varied = Varied(costs, workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)
@@ -540,6 +574,7 @@ def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence
         )
         if isinstance(owned, Shortage):
             continue
+        owned = one_by_one(costs, owned) if deterministic else owned
         kept.append(owned)
         now = [min(a, b) for a, b in zip(now, owned.by_batch, strict=True)]
     return kept

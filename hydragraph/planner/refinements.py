@@ -88,6 +88,22 @@ def as_run(costs: Costs, plan: Settled) -> Settled:
     return simulated(costs, replace(plan, strategy=strategy, assignments=(assignment,), memory=memory))
 
 
+def one_by_one(costs: Costs, plan: Settled) -> Settled:
+    """Return the plan with one sequence per micro-batch, as in a deterministic run; infinite times if it does not fit.
+
+    The run forms micro-batches by their cost before it separates their sequences.
+    """
+    if len({n for assignment in plan.assignments for n in assignment.lengths}) == 1 == len(plan.assignments):
+        plan = as_run(costs, plan)
+    owned = costs.changed(home=plan.home)
+    assignments = tuple(assignment.one_by_one for assignment in plan.assignments)
+    runs = [(assignment, math.isfinite(s)) for assignment, s in zip(assignments, plan.by_batch, strict=True)]
+    memory = held(costs, plan.strategy, plan.home, [assignment for assignment, able in runs if able])
+    fits = _fits(costs, memory)
+    seconds = (owned.simulate(plan.strategy, a).seconds if able and fits else math.inf for a, able in runs)
+    return replace(plan, assignments=assignments, by_batch=tuple(seconds), memory=memory, simulated=True)
+
+
 def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
     schedule = plan.strategy.schedule
 

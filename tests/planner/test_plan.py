@@ -353,3 +353,17 @@ def test_plans_that_fit_only_where_first_stages_own_less_are_found(
     found = hg.plan(costs, work, method="straggler").seconds
     monkeypatch.setattr(planning, "TIGHT", math.inf)
     assert found < 0.95 * hg.plan(costs, work, method="straggler").seconds
+
+
+@pytest.mark.parametrize("work", [hg.Workload(sequences=24, length=32), hg.Workload(lengths=[[32] * 20 + [64, 16]])])
+def test_a_deterministic_plan_computes_one_sequence_at_a_time_under_one_degree(work: hg.Workload) -> None:
+    nodes = tuple(Node("fast", devices, priced.FAST, priced.SLOW) for devices in (1, 2))
+    costs = priced.costs(4, Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, nodes))
+    found = hg.plan(costs, work, deadline_s=0.0, deterministic=True)
+    assert {len(m) for p in found.assignment.micro_batches for m in p} == {1}
+    assert len({stage.tp for p in found.strategy.pipelines for stage in p.stages}) == 1
+    run = costs.changed(home=found.home).simulate(found.strategy, found.assignment).seconds
+    assert found.seconds == pytest.approx(run)
+    assert found.seconds > 1.05 * hg.plan(costs, work, deadline_s=0.0).seconds
+    shown = [rival.settled for rival in found.rivals if rival.settled is not None and math.isfinite(rival.seconds)]
+    assert all(len(m) == 1 for each in shown for p in each.assignments[0].micro_batches for m in p)
