@@ -106,9 +106,11 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     Raises:
         FloatingPointError: a score is not finite.
     """
-    if not bool(torch.isfinite(scores).all()):
-        pair = int((~torch.isfinite(scores)).nonzero()[0]) // 2
-        raise FloatingPointError(f"the log-probability of an answer is not finite, in pair {pair} of the mini-batch")
+    needed = {"log-probability": scores} | ({"reference score": reference} if isinstance(loss, DpoConfig) else {})
+    for what, values in needed.items():
+        if not bool(torch.isfinite(values).all()):
+            pair = int((~torch.isfinite(values)).nonzero()[0]) // 2
+            raise FloatingPointError(f"the {what} of an answer is not finite, in pair {pair} of the mini-batch")
     scores = scores.double().requires_grad_()
     columns = scores, targets.double(), reference.double()
     chosen, rejected = (Answers(*(column[i::2] for column in columns)) for i in (0, 1))

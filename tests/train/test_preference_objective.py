@@ -84,5 +84,9 @@ def test_a_certain_answer_has_finite_weights() -> None:
 
 @pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
 def test_a_score_that_is_not_finite_is_named(score: float) -> None:
-    with pytest.raises(FloatingPointError, match="an answer is not finite, in pair 1 of the mini-batch"):
-        evaluated(DpoConfig(), [(-1.0, -1.0, 1, 1, -1.0, -1.0), (-1.0, score, 1, 1, -1.0, -1.0)])
+    for what, pair in {
+        "log-probability": (-1.0, score, 1, 1, -1.0, -1.0),
+        "reference score": (-1.0, -1.0, 1, 1, -1.0, score),
+    }.items():
+        with pytest.raises(FloatingPointError, match=f"the {what} of an answer is not finite, in pair 1 of the mini"):
+            evaluated(DpoConfig(), [(-1.0, -1.0, 1, 1, -1.0, -1.0), pair])
