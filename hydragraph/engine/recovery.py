@@ -103,7 +103,7 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: Rest
         ValueError: a part of the state is lost, and `restore` is not given.
     """
     pieces, path = (None, None) if restore is None else parts(restore)
-    survived = meet_again(exe, failure, lambda: path, pieces=pieces)
+    survived = meet_again(exe, failure, lambda: path, pieces=lambda: pieces)
     if survived.ending:
         raise TooFewRanks(f"{survived.ending}: {survived.why}")
     return survived
@@ -115,18 +115,18 @@ def meet_again(
     newest: Callable[[], Path | None],
     soon: bool = False,
     rates: Mapping[int, float] | None = None,
-    pieces: Pieces | None = None,
+    pieces: Callable[[], Pieces | None] = lambda: None,
     set_aside: Callable[[Path], bool] | None = None,
 ) -> Survived:
     """Recover as `survive` does, but if too few ranks are left, return instead of raising.
 
     Args:
-        newest: function that returns the checkpoint to restore if state is lost; all ranks use the checkpoint of the
+        newest: called after ranks meet; returns the checkpoint to restore if state is lost. All ranks use that of the
             first rank that has one.
         soon: whether to use the first good strategy instead of the best.
         rates: on the rank that monitors them, each process's slowdown by member number.
-        pieces: this rank's checkpoint pieces; the newer of pieces and checkpoint is read.
-        set_aside: function that renames a damaged checkpoint, and returns whether there is an earlier one.
+        pieces: like `newest`, for this rank's pieces; the newer of both is read.
+        set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -205,7 +205,7 @@ def _move(
     generation: Generation,
     peers: Sequence[Peer],
     newest: Callable[[], Path | None],
-    pieces: Pieces | None,
+    pieces_of: Callable[[], Pieces | None],
     past: Past | None,
     rates: Mapping[int, float],
     set_aside: Callable[[Path], bool] | None,
@@ -227,6 +227,7 @@ def _move(
             }
             profile = profile.changed(health=Health(slow))
         strategies = strategies_for(exe, world, home, profile, past, seats)
+        pieces = pieces_of()
         sources = world.gather((newest(), pieces is not None))
         saved = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
         if pieces is None and any(has_pieces for _, has_pieces in sources):

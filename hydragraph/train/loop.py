@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,11 @@ def _refuse_apart(world: World, folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """Inputs of a run, built by every rank.
+    """Inputs of a run, on every rank.
 
     Attributes:
         config: the config, with `epochs` converted to `steps`.
-        reference: scores of answers under the model before training, possibly incomplete; None: not needed.
+        reference: scores under the model before training, possibly incomplete; None: not needed.
     """
 
     config: TrainConfig
@@ -400,24 +400,33 @@ def _join_run(
     folder: RunFolder,
     stopping: Requests,
 ) -> RunOutcome:
-    config = _with_stored_heldout(config, folder.last())
     tokens = open_tokens(config, kept("data", "data", lambda: prepare(config)))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
     else:
         model = _model(config, tokens)
     prepared = _RunInputs.of(config, tokens, model, config.ranks, folder, None)
-    if prepared.reference is not None:
-        prepared.reference.read()
     batches = prepared.anew()
-    evaluation = prepared.evaluation()
     executor = _compiled(prepared, compile, world, joining=True)
     executor.watched = config.watches
-    pieces = open_pieces(config, apart(config.device), folder)
-    run = prepared.run(world, folder, executor, pieces, evaluation=evaluation)
+    run = prepared.run(world, folder, executor, None, evaluation={})
     state = TrainState(watcher, batches, prepared.anew, ahead_of(run, batches), -1, -1, {})
+    run = replace(run, joined=cache(partial(_joined, run, state, prepared, config)))
     with ExitStack() as owned, stopping.working(), naming_the_checkpoint(folder):
         return _follow(run, state, stopping, owned, model, tokens)
+
+
+def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
+    """Return a joining rank's run; rank 0 may change the folder until ranks meet."""
+    config = _with_stored_heldout(given, run.folder.last())
+    if config is not given:
+        prepared = _RunInputs.of(config, prepared.tokens, prepared.model, prepared.ranks, run.folder, None)
+        run = prepared.run(run.world, run.folder, run.executor, None, evaluation={})
+    if prepared.reference is not None:
+        prepared.reference.read()
+    state.anew, state.batches = prepared.anew, prepared.anew()
+    pieces = open_pieces(config, apart(config.device), run.folder)
+    return replace(run, evaluation=prepared.evaluation(), pieces=pieces)
 
 
 def _follow(
@@ -458,7 +467,7 @@ def _follow(
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end and return 0; if a rank is asked to stop, stop and return the reason."""
+    """Train to the end and return 0, or return the reason if a rank is asked to stop."""
     config = run.config
     executor = run.executor
     executor.listens = lambda: stopping.signal  # called between and during steps

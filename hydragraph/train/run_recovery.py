@@ -57,7 +57,9 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         return any(folder.replace_damaged(each) for each in folder.all() if each.path == damaged)
 
     rates = _known_rates(run, state)
-    survived = meet_again(executor, failure, newest, _soon(config), rates, run.pieces, set_aside)
+    met = run.joined or (lambda: run)
+    survived = meet_again(executor, failure, newest, _soon(config), rates, lambda: met().pieces, set_aside)
+    run = met()
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
@@ -97,7 +99,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
 
 
 def trace_anew(run: Run) -> None:
-    """If the run is traced, discard its trace and trace the next steps on all ranks."""
+    """If the run is traced, trace the next steps instead, on all ranks."""
     if any(run.world.gather(run.executor.spans is not None)):
         run.executor.spans = []
         run.traced.clear()
@@ -122,7 +124,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Make this rank lead the run; `watching` is its previous controller, if any."""
+    """Make this rank lead the run; `watching` is its previous controller."""
     log = run.log
     if not state.owns:
         member = here()
@@ -154,7 +156,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Set the data position on all ranks to the end of the last step that the state includes."""
+    """Set all ranks' data position to the end of the last step in the state."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:
@@ -216,7 +218,7 @@ def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return how many seconds this rank did not train; 0 if it has just joined."""
+    """Return how many seconds this rank did not train; 0 if it joined."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 

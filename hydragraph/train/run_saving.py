@@ -36,7 +36,7 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint; if it is damaged, load an earlier one. Return the loaded checkpoint and its extra data.
+    """Load a checkpoint, or an earlier one if it is damaged; return it and its extra data.
 
     Args:
         leader: watcher that reports damaged checkpoints, on rank 0 only.

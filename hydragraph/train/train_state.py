@@ -61,6 +61,7 @@ class Run:
     evaluate_at: frozenset[int] = frozenset()  # steps of `config.evaluate_per_epoch`
     checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
     pieces: Pieces | None = None
+    joined: Callable[[], Run] | None = None  # on joining ranks; called after ranks meet
 
     @property
     def pairs(self) -> PairedSteps | None:
@@ -92,7 +93,7 @@ class TrainState:
         positions: step -> state of `batches` after this step, for all steps since the second-to-last checkpoint.
         last: last finished step and its report, which may not be logged yet.
         untold: recoveries to report, each with the previous number of ranks.
-        began: start time of the folder's run; None: this rank has not joined the run yet.
+        began: start time of the folder's run; None: this rank has not joined.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hydragraph as hg
+from hydragraph.checkpoint.piece_sources import Tier
 from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.cluster.launch import apart
 from hydragraph.cluster.processes.rank_process import KEPT
@@ -77,6 +78,45 @@ def test_a_rank_that_joins_reads_the_data_as_it_was_when_the_run_began(
     with mock.patch.object(loop._RunInputs, "of", side_effect=TimeoutError) as of, pytest.raises(TimeoutError):
         loop._join_run(given, nothing, nothing, nothing, RunFolder(tmp_path / "run"), nothing)
     assert of.call_args.args[1].fingerprint == began.fingerprint
+
+
+def test_a_spare_reads_the_folder_after_the_run_has_begun_and_the_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts with the first ranks, which may still replace an earlier run and score answers."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a b", "chosen": " c", "rejected": " d"}\n' * 24)
+    data = {**settings(tmp_path)["data"], "paths": [str(tmp_path / "pairs.jsonl")], "heldout": None}
+    given = config(
+        tmp_path, data=data, objective="dpo", checkpoint={"pieces": {"peers": False, "local": str(tmp_path / "local")}}
+    )
+    stored = {"user": {"mini_batches": {"heldout": 0.0}}}  # of an earlier run without evaluations
+    monkeypatch.setattr(loop, "read_extra", lambda _: stored)
+    (tmp_path / "run/checkpoints/step-00000006").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-00000006/complete.json").write_text("{}")
+    nothing: Any = None
+    world, folder = apart("cpu"), RunFolder(tmp_path / "run")
+    with mock.patch.object(loop, "_follow") as follow:
+        loop._join_run(given, compile_plain, nothing, world, folder, Stopping(30))  # type: ignore[arg-type]
+    run, state, *_ = follow.call_args.args
+
+    folder.begin(given, "overwrite")
+    stored["user"]["mini_batches"]["heldout"] = 0.25
+    folder.place(0).mkdir(parents=True)
+    (folder.place(0) / "complete.json").write_text("{}")
+    tokens = open_tokens(given, prepare(given))
+    began = replace(given, data=replace(given.data, heldout=0.25))
+    first = loop._RunInputs.of(began, tokens, loop._model(began, tokens), 1, folder, world)
+    assert first.reference is not None
+    for scores in first.reference.of.values():
+        scores[:] = -2.0
+    first.reference._write(world)
+
+    joined = run.joined()
+    assert joined.config.held_out == 0.25
+    assert joined.pieces.shelves[Tier.DISK].root == tmp_path / "local" / folder.identity[0]
+    drawn = [*next(state.batches), *next(state.anew()), *joined.evaluation["heldout"][0]]
+    assert {float(answer["reference"]) for answer in drawn} == {-2.0}
+    assert run.joined() is joined, "the ranks may have to meet once more"
 
 
 class Expecting(PlainExecutor):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,8 +130,13 @@ def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay_and_settings_those
     )
     state.positions[3] = dict(batches.state_dict())
     survived = Survived(2, 3, (1,), (), (), (), (), 3, 0, 0.5, "rank 1 is lost")
+    joined = mock.Mock(return_value=replace(run, pieces=nothing, evaluate_at=frozenset([5])))
+    run = replace(run, joined=joined)
 
-    def meet_again(*_: object) -> Survived:
+    def meet_again(*given: Any) -> Survived:
+        joined.assert_not_called()  # the folder is complete only after the ranks meet
+        assert given[5]() is nothing
+        joined.assert_called()
         optimizer.param_groups[0]["weight_decay"] = 0.0  # as in the checkpoint
         return survived
 
@@ -141,6 +147,8 @@ def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay_and_settings_those
     with ExitStack() as owned:
         continued, _ = go_on(run, state, None, owned)
     assert continued.peak_flops_per_s == 1e12
+    assert continued.evaluate_at == {5}
+    assert continued.joined is None
     assert optimizer.param_groups[0]["weight_decay"] == 0.3
 
 
