@@ -1,4 +1,4 @@
-"""Files that are replaced atomically: completely or not at all."""
+"""Files replaced atomically: completely or not at all."""
 
 from __future__ import annotations
 

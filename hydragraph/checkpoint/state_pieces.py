@@ -366,7 +366,7 @@ class Pieces:
 
 
 class PieceFile:
-    """Random access to a piece, which is loaded immediately if `whole`."""
+    """Random access to a piece, loaded immediately if `whole`."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf

@@ -133,7 +133,7 @@ class Collectives(SumsProducts):
     new tensor. Reductions are bitwise equal on every rank. A `start_` method does not wait for its collective.
 
     Attributes:
-        ranks: the stage's ranks in tensor-parallel order, which is the order of shards.
+        ranks: the stage's ranks in tensor-parallel order, the order of shards.
         group: communicator of these ranks; None for a single rank.
         native: whether to use the backend's collectives for all tensor sizes.
     """

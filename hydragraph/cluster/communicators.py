@@ -133,8 +133,8 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
-        # With use_local_synchronization, ranks that are in different numbers of groups would name a group differently.
-        # A group that is bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
+        # With use_local_synchronization, ranks in different numbers of groups would name a group differently.
+        # A group bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(
@@ -208,8 +208,6 @@ class Groups:
         arriving = staging.incoming(out)
         leaving = staging.outgoing(inp)
         return Message(start(arriving, leaving), lambda: staging.arrived(arriving, out), (arriving, leaving))
-
-    # Collectives of all ranks.
 
     def all_to_all(
         self, channel: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
@@ -335,8 +333,6 @@ class Groups:
             differing = "; ".join(f"{value!r} on ranks {which}" for value, which in ranks.items())
             raise ValueError(f"ranks differ in {what}: {differing}; give every rank the same {what}")
 
-    # Point to point.
-
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Start sending a contiguous tensor, which must not change until the message is complete.
 
@@ -362,8 +358,6 @@ class Groups:
                 f"{self.world.ranks - 1}"
             )
         return self._directions[_Direction.UP if destination > source else _Direction.DOWN]
-
-    # Tensor parallelism.
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
         """Create the stages' missing communicators; all ranks call this with the same list.
@@ -401,8 +395,6 @@ class Groups:
             _LOG.info("closed the least recently used communicator (ranks %s): at most %d are kept", ranks, capacity)
             if group is not None:
                 dist.destroy_process_group(group)
-
-    # The end.
 
     def abort(self) -> None:
         """Abort pending NCCL operations from any thread; gloo's operations end when their sockets are closed."""

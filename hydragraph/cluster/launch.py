@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-_MOST = 1024  # maximum processes per host; each needs about 0.3 GB
+_MOST = 1024  # processes per host; each needs about 0.3 GB
 _ASK_S = 5.0  # for one attempt to reach the launcher's store
 _REACHED_S = 300.0  # for all attempts to reach the launcher's store
 _ARRIVAL = timedelta(minutes=30)  # time for all ranks to arrive

@@ -51,7 +51,7 @@ class Message:
 
 
 class Staging:
-    """Copies tensors to and from temporary host memory, which is page-locked for a GPU."""
+    """Copies tensors to and from temporary host memory, page-locked for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

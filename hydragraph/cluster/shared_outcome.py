@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Run `agreement.together` with a function that is called only on ranks where `acts` is true."""
+    """Run `agreement.together` with a function called only on ranks where `acts` is true."""
     return agreement.together(world, what, lambda: make() if acts else None)

@@ -24,7 +24,7 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # maximum number of cached variants; an evicted variant would be counted twice
+_KEPT = 1 << 20  # maximum cached variants; an evicted variant would be counted twice
 _TOKENS = 1024  # saved bytes are measured at this number of tokens and at twice this number
 
 Tell = Callable[[str], None]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 began: float | None = None  # start of the command line
 COMPILING = 0.6  # fraction of the deadline for compiling graphs
 EXPLAINING = 1.0  # maximum time for explaining the plan, relative to the planning time
-OFFERED = 4  # maximum number of rental offers to print
+OFFERED = 4  # maximum rental offers to print
 
 
 @uncollected()

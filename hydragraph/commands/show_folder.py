@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hydragraph.ir.shared_programs import SharedPrograms
 
 WIDTH = 100  # printed columns
-ROWS = 24  # maximum number of printed rows of a list
+ROWS = 24  # maximum printed rows of a list
 
 Read = TypeVar("Read")
 

@@ -14,7 +14,7 @@ from hydragraph.ir.instruction import Op
 from hydragraph.passes.place import place
 from hydragraph.report.number_text import bytes_text
 
-FEW = 8  # maximum number of ranks or nodes in a matrix
+FEW = 8  # maximum ranks or nodes in a matrix
 KINDS = {
     "pull": "weights from their owners to stages",
     "push": "gradients from stages to owners",

@@ -86,9 +86,6 @@ class _OpenAccount:
         return TimeAccount(self.seconds, self.transfers)
 
 
-# Traced runs.
-
-
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of a traced iteration.
 
@@ -170,9 +167,6 @@ def _own(events: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, float]]:
 def _closed(open_: list[tuple[TraceEvent, float]]) -> tuple[TraceEvent, float]:
     event, inside = open_.pop()
     return event, max(0.0, event.end - event.begin - inside)
-
-
-# Simulations.
 
 
 def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:

@@ -28,8 +28,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
-LEAST = 5  # minimum number of samples; a rank with fewer is ignored
-WINDOW = 64  # maximum number of samples to keep
+LEAST = 5  # samples; a rank with fewer is ignored
+WINDOW = 64  # maximum samples to keep
 BOUND = 4.0  # largest factor, because larger errors have other causes
 BEHIND = 1.1  # minimum slowdown of a straggler
 CERTAIN = 4.0  # minimum excess of a straggler, in standard errors of its median

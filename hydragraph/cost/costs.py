@@ -41,7 +41,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.strategy import Strategy
 
 FILLED = 2
-SHORTEST = 256  # minimum tokens of a useful micro-batch
+SHORTEST = 256  # tokens of a useful micro-batch
 IN_FLIGHT = 2  # assumed number of buckets in flight, each of the largest size
 
 

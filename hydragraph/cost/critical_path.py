@@ -23,7 +23,7 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # maximum number of printed steps
+SHOWN = 12  # maximum printed steps
 
 
 @dataclass(frozen=True)

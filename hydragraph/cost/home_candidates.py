@@ -22,7 +22,7 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]  # ranks of each stage that uses a bucket
 
 FEW = 4
-MOST = 8  # maximum number of stages or second nodes to try
+MOST = 8  # stages or second nodes to try
 PLACES = 9  # decimal places to compare
 
 

@@ -33,7 +33,7 @@ def within(
     """Return the ranks' fractions of each bucket, by class; None if memory does not suffice.
 
     Args:
-        counts: number of buckets in each class.
+        counts: buckets in each class.
         sizes: elements of one bucket in each class, over all copies.
         room: M [ranks].
     """

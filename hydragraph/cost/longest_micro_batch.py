@@ -20,7 +20,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of cached peaks, which need about a megabyte each.
+# Maximum cached peaks, which need about a megabyte each.
 PEAKS = 256
 
 

@@ -174,7 +174,7 @@ class Profile:
 
     @property
     def cuts(self) -> tuple[tuple[int, bool], ...]:
-        """Measured pairs (tensor-parallel degree, sequence parallelism), in ascending order."""
+        """Measured pairs (tensor-parallel degree, sequence parallelism), ascending."""
         every = (self, *self.others)
         kinds = {(kind.tp, kind.sequence_parallel) for profile in every for kind in profile.pieces}
         return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
@@ -336,7 +336,6 @@ class Profile:
         return tuple(by_scheme[scheme] for scheme in schemes)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return `hetero_sync_s` if the schemes differ, else 0."""
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:

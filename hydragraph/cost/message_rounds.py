@@ -1,4 +1,4 @@
-"""Time of messages that begin at the same time, in compiled code for up to 10^6 pairs; see `cost.traffic`."""
+"""Time of messages that begin simultaneously, in compiled code for up to 10^6 pairs; see `cost.traffic`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card sends and receives at the same time; all messages of its ranks to other nodes share it.
+    # A card sends and receives simultaneously; all messages of its ranks to other nodes share it.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:

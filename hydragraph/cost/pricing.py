@@ -114,8 +114,6 @@ class Pricing:
         errors = dict.fromkeys(published_error(self.cluster, strategy) for strategy in strategies)
         return f"the mean error of such predictions is {' and '.join(errors)}"
 
-    # Ranks and links.
-
     def rate(self, rank: int) -> float:
         """Return a rank's rate.
 
@@ -149,8 +147,6 @@ class Pricing:
     def useful_tokens(self, pipeline: Pipeline) -> int:
         return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
 
-    # Blocks.
-
     def pieces(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
         """Return every template's cost for one device type and kind of stage.
 
@@ -178,8 +174,6 @@ class Pricing:
         blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
         shares = {template: self.blocks.repeated(block, kind) for template, block in blocks.items()}
         return within_budget(plain, full, kind.recompute, shares)
-
-    # Stages.
 
     def spans(self, pipeline: Pipeline) -> list[tuple[int, int]]:
         """Return the block positions [first, last) of each stage."""
@@ -268,8 +262,6 @@ class Pricing:
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
         uses = Counter(resource for pair in pairs for resource in self.cluster.resources(*pair))
         return Hop(tuple(links), self.sizes.hidden_bytes, max(uses.values()), self.transfer_factors[TimeKind.P2P])
-
-    # State.
 
     def home_of(self, bucket: Bucket) -> Layout:
         return self._owners.of(bucket)

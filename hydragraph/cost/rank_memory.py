@@ -43,7 +43,7 @@ class Memory:
         weights, gradients: those of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
-        messages: copies for sending, and received data that is not yet summed.
+        messages: copies for sending, and received data not yet summed.
         host: offloaded activations in host memory, not included in the total.
     """
 
@@ -317,8 +317,6 @@ class Walk:
             self._alive.add(message, "messages", size, *shared)
             self._in_flight.append(message)
 
-    # Weights and gradients.
-
     def _pull(self, name: str, held: bool) -> None:
         if not (held or self._messages):
             return
@@ -363,8 +361,6 @@ class Walk:
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
         split = self._stages[ranks[0]].kind.sequence_parallel
         return GradientKind.PARTIAL if split else GradientKind.REPLICA
-
-    # Activations.
 
     def _forward(self, instruction: Instruction) -> Iterator[int]:
         m = instruction.micro_batch

@@ -23,10 +23,10 @@ class Ring:
 
     Attributes:
         ranks: ring size t.
-        times: number of hidden states that are summed per micro-batch.
+        times: number of hidden states summed per micro-batch.
         link: the slowest link of the ring.
         hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
-        pieces: number of pieces into which the tokens are split; pieces are summed one after another.
+        pieces: number of pieces that the tokens are split into, summed one after another.
         beside: (number of sums, seconds per token of the matrix product before each sum). Every piece except the last
             is summed while the next piece's product is computed.
     """
@@ -82,7 +82,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Hop:
-    """Messages that a stage's ranks send to a neighboring stage at the same time.
+    """Messages that a stage's ranks send to a neighboring stage simultaneously.
 
     Attributes:
         links: links of the slowest rank's consecutive messages.

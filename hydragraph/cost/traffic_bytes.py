@@ -1,4 +1,4 @@
-"""Memory that a rank needs for a bucket's pull or push, in addition to weights and gradients."""
+"""Memory that a rank needs for a bucket's pull or push, besides weights and gradients."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: must neither truncate nor pad.
-        end: id of the end-of-text token, which is appended to answers that do not end with a special token.
+        end: id of the end-of-text token, appended to answers that do not end with a special token.
     """
 
     tokenizer: Tokenizer

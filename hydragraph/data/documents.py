@@ -35,7 +35,7 @@ _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100  # ignored by PyTorch's cross entropy
 _UNTRAINED = ("weight", "train", "training")  # fields whose value 0 excludes a message from training
-# Message fields that are never reported as unread.
+# Message fields never reported as unread.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.

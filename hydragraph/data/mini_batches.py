@@ -35,7 +35,7 @@ class Chunks:
 
     Attributes:
         starts: index of each piece's first token within the document.
-        lengths: number of tokens of each piece, at least 2.
+        lengths: tokens of each piece, at least 2.
     """
 
     documents: _Indices

@@ -52,7 +52,7 @@ _LOG = logging.getLogger(__name__)
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
-# Maximum time of one block in the longest measured micro-batch, in seconds.
+# Maximum time of one block in the longest measured micro-batch.
 BLOCK_S = 1.0
 FULL = 0.85
 # (sequences per rank, tokens per sequence) assumed without `lengths`.
@@ -81,7 +81,7 @@ class Subject:
 
 
 def plan_automatically(subject: Subject, world: World, planning: Planning, preplanned: bool = True) -> Planning:
-    """Measure and plan on the running ranks; return inputs for the choice of strategies. All ranks must call this.
+    """Measure and plan on the running ranks; return inputs for the choice of strategies. All ranks call this.
 
     Args:
         preplanned: whether to plan now; if False, only measure.
@@ -128,7 +128,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 def measure_newcomers(
     subject: Subject, world: World, planning: Planning, known: Costs, types: Sequence[str], newcomers: Sequence[int]
 ) -> Costs | None:
-    """Return new costs if a joining rank's device has an unexpected type, or else None; all ranks must call this.
+    """Return new costs if a joining rank's device has an unexpected type, or else None; all ranks call this.
 
     Args:
         types: for each rank, the device type that the `known` costs assume, or "" if unknown.

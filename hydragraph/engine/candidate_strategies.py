@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
 
-AUTO_CANDIDATES = 8  # maximum number of strategies that "auto" proposes
-SAMPLE = 16  # maximum number of mini-batches in a sample
+AUTO_CANDIDATES = 8  # maximum strategies that "auto" proposes
+SAMPLE = 16  # maximum mini-batches in a sample
 
 _log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class Discovered:
 
 
 def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discovered:
-    """Discover the devices and links of all ranks; all ranks must call this.
+    """Discover the devices and links of all ranks; all ranks call this.
 
     Args:
         probe: function that returns this device's matrix products per second.

@@ -27,7 +27,7 @@ _WHAT = "rehome"
 
 @dataclass(eq=False)
 class Handover:
-    """State that is moving to other owners.
+    """State moving to other owners.
 
     Attributes:
         whole: whether the new owners have everything that an update needs.
@@ -43,7 +43,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Start moving state to `arriving`, a session with other owners and without state; all ranks must call this."""
+        """Start moving state to `arriving`, a session with other owners and without state; all ranks call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))

@@ -34,7 +34,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> Profile | None:
-    """Return the stored profile of a device of similar speed, or None if there is none."""
+    """Return the stored profile of a device of similar speed, if any."""
     best: tuple[float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:

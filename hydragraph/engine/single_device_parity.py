@@ -151,7 +151,7 @@ def verify(
     masks: Masks | None = None,
     label_smoothing: float = 0.0,
 ) -> list[ParityRow]:
-    """Compare strategies with one device; return a row per strategy on rank 0, else []. All ranks must call this."""
+    """Compare strategies with one device; return a row per strategy on rank 0, else []. All ranks call this."""
     expected = reference(model, sequences, masks, label_smoothing) if rank == 0 else None
     rows = []
     for strategy in strategies:

@@ -116,7 +116,7 @@ def bring(
     restore: Restore | None,
     buffers: Mapping[str, Tensor],
 ) -> Brought:
-    """Fill a new session's state without changing the old state; all ranks must call this.
+    """Fill a new session's state without changing the old state; all ranks call this.
 
     Args:
         old: this rank's old session, or None if it has no valid state.
@@ -184,7 +184,7 @@ def _read(
 
 
 def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> Brought:
-    """Read the complete state from a checkpoint; all ranks must call this.
+    """Read the complete state from a checkpoint; all ranks call this.
 
     Args:
         buffers: as for `bring`.

@@ -101,7 +101,7 @@ class Holding:
         self._called = ()
 
     def hand_over(self, arriving: Session) -> None:
-        """Start moving state to another session during the next step; all ranks must call this."""
+        """Start moving state to another session during the next step; all ranks call this."""
         self.handover = Handover.begin(self.session, arriving)
         self.expect(arriving)
 

@@ -89,7 +89,7 @@ class Chooser:
             self._planner.announce(lengths)
 
     def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
-        """Choose the assignment of a mini-batch, and its strategy unless one is given; all ranks must call this.
+        """Choose the assignment of a mini-batch, and its strategy unless one is given; all ranks call this.
 
         Raises:
             ValueError: planning failed; raised on every rank.

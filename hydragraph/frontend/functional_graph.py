@@ -59,12 +59,12 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
-_NAMED = 4  # maximum number of attributes that an error names
+_NAMED = 4  # attributes that an error names
 _NOT_THE_MODELS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[1]),
 )  # folders of PyTorch and hydragraph
-_LONGEST = 80  # maximum number of characters of a code line in an error
+_LONGEST = 80  # characters of a code line in an error
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
@@ -228,7 +228,7 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Replace each tensor that is filled slice by slice by a concatenation, which tensor parallelism can shard."""
+    """Replace each tensor filled slice by slice by a concatenation, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:

@@ -62,7 +62,7 @@ def mask(
 
     Args:
         mask_function: (batch, head, query, key) -> whether the query attends to the key.
-        attention_mask: [B, T], true for tokens that are not padding.
+        attention_mask: [B, T], true except for padding.
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that does not make its own padding mask")

@@ -97,7 +97,7 @@ class AssignedBatch:
 
     Attributes:
         batches: packed batches by pipeline and micro-batch; pipelines without this rank have none.
-        padding: number of padding tokens in all pipelines.
+        padding: number in all pipelines.
     """
 
     strategy: Strategy

@@ -1,4 +1,4 @@
-"""Text descriptions of a model's parts that are the same in every process."""
+"""Text descriptions of a model's parts, equal in every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.frontend.state_readers import file_of
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-# Attributes that are not described: tensors, modules, hooks, and a method for text generation.
+# Attributes not described: tensors, modules, hooks, and a method for text generation.
 _HELD = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
     | {"base_model_prepare_inputs_for_generation"}

@@ -23,7 +23,7 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
-_LARGEST = 20_000  # maximum number of values; a larger structure is treated as unique
+_LARGEST = 20_000  # values; a larger structure is treated as unique
 
 
 def structure(value: object, index: bool = True) -> str:

@@ -26,7 +26,7 @@ _CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for lazy tensors, and for parameters that are empty or not floating-point."""
+    """Raise Unsupported for lazy tensors, and for empty or non-floating-point parameters."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = (

@@ -46,7 +46,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 _LARGEST = 1 << 16  # elements; larger arrays are not compared
-_MOST = 256  # entries of a container that are compared
+_MOST = 256  # compared entries of a container
 
 
 def refuse_unseen(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-_LARGEST = 1 << 28  # maximum size of a file's JSON in bytes
+_LARGEST = 1 << 28  # bytes of a file's JSON
 Built = TypeVar("Built")
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def packed_path(kind: str, key: str) -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """Return a file's content and mark the file as used; return None if it is unreadable."""
+    """Return a file's content and mark the file as used; None if unreadable."""
     try:
         content = path.read_bytes()
     except OSError:

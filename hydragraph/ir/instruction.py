@@ -99,7 +99,7 @@ class Instruction:
 
     @property
     def step(self) -> tuple[Op, str, int | None]:
-        """Key of the instruction, which is equal on all ranks of a tensor-parallel stage."""
+        """Key of the instruction, equal on all ranks of a tensor-parallel stage."""
         return self.op, self.target, self.micro_batch
 
     @property

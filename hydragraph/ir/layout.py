@@ -69,7 +69,7 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that store elements, in ascending order."""
+        """Ranks that store elements, ascending."""
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
@@ -116,7 +116,7 @@ class Layout:
 
     @property
     def missing(self) -> tuple[Ints, Ints]:
-        """Starts and ends of the intervals that no rank stores, in ascending order."""
+        """Starts and ends of the intervals that no rank stores, ascending."""
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)

@@ -28,7 +28,7 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # minimum size of a piece in elements; maximum number of pieces
+_PIECE, _PIECES = 1024, 64  # minimum elements of a piece; maximum pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
-    """Split [0, end) where intervals start or end; the rows of a cell are in ascending order."""
+    """Split [0, end) where intervals start or end; the rows of a cell ascend."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)

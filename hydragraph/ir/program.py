@@ -124,7 +124,6 @@ class Program:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.blocks) - 2
 
     def allows(self, tp: int) -> bool:

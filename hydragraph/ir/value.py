@@ -7,7 +7,7 @@ A value is a string of one of these forms:
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
     s.{block}.{m}  SAVED               values that a block's forward saves for its backward
     o.{block}.{m}  OFFLOADED           saved values in host memory (`passes.offload`)
-    c.{block}.{m}  COPYING             saved values that are being copied to host memory
+    c.{block}.{m}  COPYING             saved values being copied to host memory
     f.{block}.{m}  FETCHED             saved values, copied back to the device
     t.{block}.{m}  POSTPONED           values that the first half of a block's backward passes to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
@@ -15,7 +15,7 @@ A value is a string of one of these forms:
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
     W.{bucket}@{n}, G.{bucket}@{n}     values of the bucket's n-th streamed pull or push (`passes.stream`)
-    {value}>{r}  MESSAGE               an h or d that is being sent to rank r
+    {value}>{r}  MESSAGE               an h or d being sent to rank r
 """
 
 from __future__ import annotations
@@ -98,13 +98,11 @@ _once = lru_cache(maxsize=1 << 16)
 
 @_once
 def activation(position: int, micro_batch: int) -> Value:
-    """Return h{position}.{micro_batch}."""
     return Value(f"h{position}.{micro_batch}", ValueKind.ACTIVATION, position=position, micro_batch=micro_batch)
 
 
 @_once
 def activation_gradient(position: int, micro_batch: int) -> Value:
-    """Return d{position}.{micro_batch}."""
     return Value(
         f"d{position}.{micro_batch}", ValueKind.ACTIVATION_GRADIENT, position=position, micro_batch=micro_batch
     )
@@ -123,31 +121,26 @@ postponed = _of_block(ValueKind.POSTPONED)
 
 @_once
 def aux(micro_batch: int) -> Value:
-    """Return a.{micro_batch}."""
     return Value(f"a.{micro_batch}", ValueKind.AUX, micro_batch=micro_batch)
 
 
 @_once
 def loss(micro_batch: int) -> Value:
-    """Return loss.{micro_batch}."""
     return Value(f"loss.{micro_batch}", ValueKind.LOSS, micro_batch=micro_batch)
 
 
 @_once
 def weights(exchange: str) -> Value:
-    """Return W.{exchange}."""
     return Value(f"W.{exchange}", ValueKind.WEIGHTS, exchange=exchange)
 
 
 @_once
 def gradients(exchange: str) -> Value:
-    """Return G.{exchange}."""
     return Value(f"G.{exchange}", ValueKind.GRADIENTS, exchange=exchange)
 
 
 @_once
 def message(sent: Value, peer: int) -> Value:
-    """Return {sent}>{peer}."""
     return Value(f"{sent}>{peer}", ValueKind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
 
 

@@ -1,4 +1,4 @@
-"""AdamW for flat fp32 shards and the 16-bit copies that are sent to other ranks, in one pass over memory.
+"""AdamW for flat fp32 shards and the 16-bit copies sent to other ranks, in one pass over memory.
 
 The operations are in the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-LARGEST = 256  # maximum head size
+LARGEST = 256  # head size
 
 
 @dataclass(frozen=True)

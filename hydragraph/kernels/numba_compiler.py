@@ -153,7 +153,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _folder() -> str | None:
-    """Return NUMBA_CACHE_DIR, else the user's cache folder; return None if that folder is not writable."""
+    """Return NUMBA_CACHE_DIR, else the user's cache folder; None if that folder is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(base, "hydragraph", "compiled"))
     with suppress(OSError):

@@ -31,7 +31,7 @@ _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17  # elements that fit in a core's cache
-MANY = 256  # minimum number of ranges for which a Python loop is too slow
+MANY = 256  # minimum ranges for which a Python loop is too slow
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]

@@ -93,7 +93,7 @@ def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # type: ignore[
 
 @Inlined
 def _bent(scores, cap_log2):  # type: ignore[no-untyped-def]
-    """Return tanh(scores / cap), which is exact at both infinities."""
+    """Return tanh(scores / cap), exact at both infinities."""
     return 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
 
 

@@ -82,7 +82,7 @@ def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
 
 
 def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
-    # A parameter that is combined with a partial sum would get a partial gradient.
+    # A parameter combined with a partial sum would get a partial gradient.
     if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
         return False
     first = operands(node)[0]

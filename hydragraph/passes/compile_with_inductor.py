@@ -42,7 +42,7 @@ aten = torch.ops.aten
 BACKENDS = ("inductor", "eager")
 # Value of the first symbolic size when kernels are tuned.
 TUNED = 2048
-# Maximum number of versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 

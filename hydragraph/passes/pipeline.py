@@ -33,7 +33,7 @@ def rank_programs(
     """Build the programs of all ranks, including idle ones, for one iteration.
 
     Args:
-        micro_batches: number of micro-batches of each pipeline, 0 or more.
+        micro_batches: number for each pipeline, 0 or more.
 
     Raises:
         ValueError: the arguments are inconsistent.

@@ -78,7 +78,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pipelines that are scheduled together; `numbers` maps the ranks of a stage to its row in `shape`."""
+    """Pipelines scheduled together; `numbers` maps the ranks of a stage to its row in `shape`."""
 
     pipelines: tuple[int, ...]
     shape: Shape
@@ -143,7 +143,7 @@ class Placement:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Pass results that are equal for all ranks, cached by mode."""
+        """Pass results equal for all ranks, cached by mode."""
         return {}
 
     def held(self, rank: int) -> frozenset[str]:

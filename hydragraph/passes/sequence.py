@@ -63,7 +63,7 @@ def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) 
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
-    # Operators that are not listed here need all tokens, which an all-gather provides.
+    # Operators not listed here need all tokens, which an all-gather provides.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
@@ -104,7 +104,7 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
 def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
     """Return whether some users give a replicated parameter a partial gradient, and whether some give a full one.
 
-    Users that are sharded by units or tokens, such as a norm between two regions, give partial gradients.
+    Users sharded by units or tokens, such as a norm between two regions, give partial gradients.
     """
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)

@@ -6,7 +6,7 @@ Every rank enters every exchange (pull or push), so all ranks need the same orde
 iteration, in which all pipelines take equally long, assigns a time to every computation. A pull has the time of the
 computation before the one that needs the weights. A push has the time of the computation that made the gradients. Each
 rank enters a pull before its own computations of that time, and a push after them. Therefore, a rank waits only for
-earlier events and cannot deadlock. Stages that need a bucket at the same time share one exchange.
+earlier events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     origin   a column-parallel product or embedding, whose result is sharded
     element  one entry of an origin's sharded dimension
     unit     the smallest number of elements that stay together on a rank, such as the 16 of a head
-    segment  a range of elements that is sharded separately, such as q in a fused product of q, k and v
+    segment  a range of elements sharded separately, such as q in a fused product of q, k and v
 
 In a fused product of q, k and v with 4 heads of 16 each, k [1, T, 64] is `Cut(dim=2, scale=1, start=64, length=64)`,
 and its heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`.
@@ -34,9 +34,9 @@ class Cut:
             after attention whose value heads and query heads differ in size.
         start, length: range of the lead's elements that this value covers.
         lead: the origin that `scale`, `start` and `length` refer to.
-        origins: all origins of the value, which are sharded in the same way.
+        origins: all origins of the value, sharded alike.
         outer: sizes that a view merged into the dimension, such as (T,) for [T, 4, 16] as [T * 4, 16].
-        pieces: cuts of the values that are concatenated along the dimension.
+        pieces: cuts of the values concatenated along the dimension.
         parts: origins, and their elements' offsets from the lead's `start`; if empty, the lead.
     """
 

@@ -35,7 +35,7 @@ CAPACITY = 64  # large enough: models have about three templates, and strategies
 
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs
-_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # time of each graph pass, in seconds
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # by graph pass
 _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants by device
 
 

@@ -51,7 +51,7 @@ MANY = 64
 SAVES = 0.003
 # Maximum plans to check if nearly equal plans are compared.
 SETTLED = 6
-# Number of best proposals that are also tried with fewer pipelines.
+# Best proposals also tried with fewer pipelines.
 LEANER = 3
 # Maximum proposals whose micro-batches are formed before the first memory check.
 CUT = 4

@@ -32,7 +32,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum numbers of running or earlier strategies and of searched strategies; minimum number of estimates.
+# Maximum running or earlier strategies, and searched strategies; minimum estimates.
 RUNNING = 3
 MOST = 4
 FEWEST = 5

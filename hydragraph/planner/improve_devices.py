@@ -36,7 +36,7 @@ AT_ONCE = 24
 SAVES = 1e-3
 # Moves are priced only if their `pace` is below this multiple of the best time.
 REACH = 1.15
-# Assumed fraction of pull and push that is exposed.
+# Assumed exposed fraction of pull and push.
 WAITED = 0.25
 # Devices slower than their node's healthiest by this factor may stay idle.
 SLOW = 1.5

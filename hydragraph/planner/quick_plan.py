@@ -21,7 +21,7 @@ OVERHEAD_TOKENS = 32
 MICRO_BATCH_TOKENS = 8192
 # Assumed minimum tokens for which a micro-batch uses a device well.
 USEFUL_TOKENS = 256
-# Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
+# Minimum micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
 
 

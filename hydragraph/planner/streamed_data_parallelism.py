@@ -27,7 +27,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 SIMULATED = 3
-LEAST_S = 1e-12  # minimum seconds of a mini-batch
+LEAST_S = 1e-12  # of a mini-batch
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:

@@ -15,7 +15,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Maximum number of sequences times devices; of larger sets, only the first mini-batches are used.
+# Maximum sequences times devices; of larger sets, only the first mini-batches are used.
 WORK = 3_000_000
 
 

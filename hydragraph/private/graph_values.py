@@ -114,7 +114,7 @@ class ValueDecoder:
 
 
 LARGEST_SIZE = 1 << 48
-_LONGEST = 500  # maximum number of characters in an expression
+_LONGEST = 500  # characters in an expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
@@ -143,7 +143,7 @@ class TensorForm(NamedTuple):
 
 
 def form_in(data: Data) -> TensorForm | None:
-    """Return the dtype and sizes of an encoded tensor; return None for other values."""
+    """Return the dtype and sizes of an encoded tensor; None for other values."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
     return TensorForm(getattr(torch, data[1]), tuple(data[3]))

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # minimum value of a symbol, because Inductor specializes 0 and 1
+LEAST = 2  # value of a symbol, because Inductor specializes 0 and 1
 
 Code = Callable[[list[Any]], Sequence[Any]]  # a call empties the list that it is given
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
@@ -130,7 +130,7 @@ def compile_graph(
     for result, output in zip(results, outputs, strict=True):
         if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
-    # Several ranks compile at the same time, so each uses one thread.
+    # Several ranks compile simultaneously, so each uses one thread.
     alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
         code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)

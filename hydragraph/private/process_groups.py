@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Maximum number of multiprocessors for background traffic; NCCL's own maximum is 32.
+# Maximum multiprocessors for background traffic; NCCL's own maximum is 32.
 _BACKGROUND_CTAS = 16
 
 

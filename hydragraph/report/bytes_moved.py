@@ -14,7 +14,7 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum rows per matrix; with more ranks or nodes, neighbors share a row.
+# Rows per matrix; with more ranks or nodes, neighbors share a row.
 MOST = 32
 
 Floats = NDArray[np.float64]

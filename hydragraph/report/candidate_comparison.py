@@ -28,7 +28,7 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Numbers of candidates, and of homogeneous ones, that are always evaluated.
+# Candidates, and homogeneous ones, that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
 # Mini-batches used only to improve candidates.

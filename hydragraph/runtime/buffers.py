@@ -61,7 +61,7 @@ class Buffers:
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back a buffer that the current stream no longer reads; ignore tensors that are not from this pool."""
+        """Take back a buffer that the current stream no longer reads; ignore tensors not from this pool."""
         # Search by address, because the returned tensor may be another view of the buffer.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:

@@ -1,7 +1,7 @@
 """Constraints of deterministic runs, whose results depend, bit by bit, only on the model and the data.
 
 Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`).
-All stages must have the same tensor-parallel degree, because a product that is split over ranks is summed in a
+All stages must have the same tensor-parallel degree, because a product split over ranks is summed in a
 different order from a whole product. All devices must be of the same kind, and a CPU uses one thread, because the order
 of library sums depends on processor and threads.
 """
@@ -30,7 +30,7 @@ class Deterministic:
     """Constraints on one process and its strategies.
 
     Attributes:
-        device: kind of device, which is the same on all ranks.
+        device: kind of device, equal on all ranks.
         degree, sequence_parallel: settings of all stages. The degree is None before the first strategy.
     """
 

@@ -42,7 +42,7 @@ class DeviceReport:
         node: name of the node; its ranks share memory and network cards.
         memory_bytes: bytes that the rank may use; ranks that share a device or host split its memory.
         products_per_s, flops_per_s: speed of small matrix products.
-        threads: number of compute threads on a CPU; 0 on a GPU.
+        threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability, PCI address and peers of a GPU, or cores of a CPU; NUMA nodes; network interfaces.
     """
 

@@ -37,7 +37,7 @@ class Exchange:
     Attributes:
         sends: pieces of the local source buffer, ordered by peer, including this rank.
         receives: pieces of the local target buffer, in the same order.
-        sent, received: number of elements per peer.
+        sent, received: elements per peer.
         native: "all_gather" or "reduce_scatter", if it can move the data without intermediate buffers.
         stays: whether all data stays on its rank, so messages are skipped.
     """

@@ -49,7 +49,7 @@ class MeasuredLinks:
 
 
 def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
-    """Measure the links between ranks on these nodes; all ranks must call this."""
+    """Measure the links between ranks on these nodes; all ranks call this."""
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     by_node = list(ranks.values())
     within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}
@@ -120,7 +120,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
 
 
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
-    """Time messages in both directions between disjoint pairs of ranks, which all exchange at the same time."""
+    """Time messages in both directions between disjoint pairs of ranks, all at once."""
     rank = groups.world.rank
     by_pair: dict[Pair, list[tuple[int, float]]] = {way: [] for pair in pairs for way in (pair, pair[::-1])}
     left = list(pairs)

@@ -1,4 +1,4 @@
-"""Work that is started on one stream and awaited by another stream."""
+"""Work started on one stream and awaited by another."""
 
 from __future__ import annotations
 

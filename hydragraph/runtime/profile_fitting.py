@@ -29,8 +29,8 @@ from hydragraph.spec.strategy_text import regular_pipeline
 Lengths = tuple[int, ...]  # lengths of sequences
 
 TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
-WORST_RESIDUAL = 0.25  # maximum root mean square relative error
-LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time that is quadratic
+WORST_RESIDUAL = 0.25  # root mean square relative error
+LEAST_QUADRATIC = 1e-3  # fraction of the longest micro-batch's time that is quadratic
 QUADRATIC = 0  # the fit's columns: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2

@@ -50,10 +50,10 @@ from hydragraph.runtime.type_splits import split_types
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # sizes, in elements, of shards whose update is timed
+UPDATED = (1 << 16, 1 << 21)  # elements of shards whose update is timed
 CHAIN = 4  # maximum blocks per measurement
 PRECISE = 0.01  # measurements stop at this relative standard error
-USABLE = 0.9  # fraction of memory that is usable despite fragmentation
+USABLE = 0.9  # fraction of memory, despite fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # forward function that returns its backward
@@ -649,7 +649,6 @@ class _Timing:
         return median(samples), math.sqrt(math.pi / 2) * error
 
     def divided(self, types: Sequence[str]) -> _Timing:
-        """Return the timing by new types."""
         stages, rows = {}, {}
         for name in dict.fromkeys(types):
             for type_, every in self.stages.items():

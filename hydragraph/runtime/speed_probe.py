@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
-MOST_S = 0.25  # maximum duration of a probe
+MOST_S = 0.25  # duration of a probe
 STOP_S = 0.01  # if a product takes longer, the process was stopped
 
 

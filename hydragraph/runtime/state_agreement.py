@@ -39,7 +39,7 @@ class StateProgress:
     """Progress of a rank's state.
 
     Attributes:
-        norm: norm of the gradients of the last update, before clipping.
+        norm: gradient norm of the last update, before clipping.
         gathered: whether owners have all gradients of the next update.
     """
 

@@ -15,7 +15,6 @@ ERRORS = 3  # minimum difference
 def split_types(
     nodes: Sequence[str], types: Sequence[str], seconds: Sequence[float], errors: Sequence[float]
 ) -> tuple[str, ...]:
-    """Return new types by rank."""
     names = list(types)
     for type_ in dict.fromkeys(types):
         of_node: dict[str, list[list[int]]] = {}

@@ -13,7 +13,7 @@ class Assignment:
 
     Attributes:
         micro_batches: for each pipeline and micro-batch, the indices of its sequences.
-        lengths: number of tokens in each sequence.
+        lengths: tokens in each sequence.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -24,7 +24,7 @@ class Assignment:
         """Return an assignment with `sequences` sequences in each micro-batch.
 
         Args:
-            counts: number of micro-batches of each pipeline.
+            counts: micro-batches of each pipeline.
             tokens: sequence length in tokens, or a list with one length per pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens

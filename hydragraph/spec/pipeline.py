@@ -123,7 +123,6 @@ class Pipeline:
 
 
 def is_whole(value: object) -> bool:
-    """Return whether a value is an integer, not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

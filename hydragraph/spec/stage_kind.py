@@ -58,7 +58,7 @@ BUDGETS = (0.75, 0.5, 0.25)
 
 
 def is_budget(value: object) -> bool:
-    """Return whether a value is a memory budget: a multiple of 0.01 in (0, 1)."""
+    """Return whether a value is a multiple of 0.01 in (0, 1)."""
     return isinstance(value, float) and 0 < value < 1 and round(value, 2) == value
 
 

@@ -1,4 +1,4 @@
-"""Goodput: the fraction of a run's wall time that is spent at full speed (docs/design/elastic.md).
+"""Goodput: the fraction of a run's wall time spent at full speed (docs/design/elastic.md).
 
 If a run trains n tokens between the ends of two logged steps, and undisturbed steps train r tokens per second:
 

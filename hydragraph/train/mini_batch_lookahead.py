@@ -1,4 +1,4 @@
-"""Mini-batches that are read in advance."""
+"""Mini-batches read in advance."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class RunFolder:
         return f"the last checkpoint is {last.path}: continue with --resume"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """Rename a damaged checkpoint and return the checkpoint before it; return None if there is none."""
+        """Rename a damaged checkpoint; return the checkpoint before it, if any."""
         earlier = [place for place in self.all() if place.step < damaged.step]
         if not earlier:
             return None

@@ -1,4 +1,4 @@
-"""Checkpoint pieces: parts of the state that are stored near the ranks."""
+"""Checkpoint pieces: parts of the state stored near the ranks."""
 
 from __future__ import annotations
 

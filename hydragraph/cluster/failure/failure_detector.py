@@ -59,7 +59,7 @@ class Judge:
         """Add observations, made `elapsed` seconds after the previous ones; return an accusation if justified.
 
         Args:
-            others_run: whether a process that is not in `seen` is running.
+            others_run: whether a process not in `seen` is running.
         """
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())

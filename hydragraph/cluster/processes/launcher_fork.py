@@ -1,4 +1,4 @@
-"""Fork server that is forked from the launcher, which has already imported torch and models.
+"""Fork server forked from the launcher, which has already imported torch and models.
 
 The launcher must have no GPU and a single thread, because a fork loses other threads and never releases their locks.
 

@@ -20,7 +20,7 @@ _POLL_S = 0.02
 
 
 def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the name of the generation that is starting; all of its ranks call this."""
+    """Return the name of the starting generation; all of its ranks call this."""
     word = uuid.uuid4().hex
     store.set(f"joining/{rank}", word)
     limit = _Limit(timeout)

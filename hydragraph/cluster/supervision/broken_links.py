@@ -22,7 +22,7 @@ class MachineLinks:
 
     Attributes:
         broken_s: for each broken pair, seconds since it broke.
-        dropped: machines that are not in use, each with a machine that it did not reach.
+        dropped: machines not in use, each with a machine that it did not reach.
         healed_s: for each dropped machine, seconds since it began to reach all machines in use.
     """
 

@@ -56,13 +56,13 @@ class Nodes:
     """The machines of a run, including this one; a launcher started one process on each.
 
     Attributes:
-        address, port: address and port of the launcher's store, which is on machine 0.
+        address, port: the launcher's store, on machine 0.
         shared: whether the launcher, not the process of machine 0, hosts this store.
         again: errors that make the leader restart the run.
         devices: number of devices here.
         fills: whether every device gets a rank.
         ranks, placed: number of ranks, and devices by machine, once ranks are placed.
-        election: election of the leader, or None if machine 0 leads.
+        election: None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
 

@@ -15,7 +15,7 @@ from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # minimum seconds per round, to hide launch overhead
+AT_LEAST_S = 0.01  # per round, to hide launch overhead
 TOLERANCE = 2e-2  # relative error of bf16 results
 FOREIGN = ("compiled", "varlen_attn", "torch fused")  # sides that may fail in PyTorch's code
 NOISE = 0.98  # minimum ratio that counts as equally fast

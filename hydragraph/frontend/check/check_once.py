@@ -43,7 +43,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a program on one rank per host. All ranks must call this, and all raise if any check fails."""
+    """Check a program on one rank per host. All ranks call this, and all raise if any check fails."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None

@@ -34,8 +34,8 @@ _WIDTH = re.compile(
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-_LEAST = 4  # minimum head size: rotary embeddings pair a head's halves
-# A number that is not part of a name.
+_LEAST = 4  # head size: rotary embeddings pair a head's halves
+# A number outside names.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
 

@@ -18,7 +18,7 @@ from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.version import __version__
 
 CHECKS = "checks"
-MOST = 4096  # maximum number of files
+MOST = 4096  # files
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:

@@ -17,7 +17,7 @@ from hydragraph.private.tracing import ancestors_of
 # Settings that give a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-LONGEST = 512  # maximum tokens of a sequence
+LONGEST = 512  # tokens of a sequence
 _WORK = 4e11  # approximate maximum operations per sequence, in the model or in its graphs
 # Default lengths: different, and not powers of two.
 _SHORT = (5, 11, 3)

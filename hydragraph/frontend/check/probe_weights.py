@@ -16,7 +16,7 @@ from hydragraph.frontend.check import scratch_pages
 
 _LENGTH = 131_071  # a prime, so that the rows of a matrix have different noise
 _NOISE = 0.3  # standard deviation of noise, relative to the parameter's standard deviation
-_LEAST = 0.05  # minimum standard deviation of noise: relative to a new matrix's, or absolute for vectors
+_LEAST = 0.05  # standard deviation of noise: relative to a new matrix's, or absolute for vectors
 _VECTOR = 0.1  # standard deviation of new vectors, whose mean is 1
 _SHARED = 1 << 22  # minimum elements of a new matrix that shares memory with others
 

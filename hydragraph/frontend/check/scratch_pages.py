@@ -1,4 +1,4 @@
-"""Memory for large tensors that are written once."""
+"""Memory for large tensors written once."""
 
 from __future__ import annotations
 

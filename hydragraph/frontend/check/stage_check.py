@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # maximum parameters of a compared block
+LARGEST = 1 << 28  # parameters of a compared block
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 

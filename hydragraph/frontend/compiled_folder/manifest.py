@@ -187,7 +187,7 @@ def versions(arch: str | None = None) -> dict[str, str]:
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package, or this machine's GPU architecture for `GPU`; return "" if there is none."""
+    """Return the version of a package, or this machine's GPU architecture for `GPU`; "" if there is none."""
     if name == GPU:
         return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":

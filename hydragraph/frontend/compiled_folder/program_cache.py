@@ -23,7 +23,7 @@ from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
 PROGRAMS = "programs"
-MOST = 256  # maximum number of files
+MOST = 256  # files
 
 _LOG = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# Maximum absolute values; JSON numbers can exceed the range of these types.
+# Absolute values; JSON numbers can exceed the range of these types.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 

@@ -12,7 +12,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variant_spec import VariantSpec
 
 GRAPHS = "graphs"
-MOST = 4096  # maximum number of files
+MOST = 4096  # files
 
 
 class VariantCache:

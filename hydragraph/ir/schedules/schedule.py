@@ -73,7 +73,7 @@ class Shape:
     """One pipeline, or several that share stages; micro-batches are numbered across all pipelines.
 
     Attributes:
-        counts: number of micro-batches of each pipeline, at least 1.
+        counts: micro-batches of each pipeline, at least 1.
         stages: row of each stage, by pipeline; stages on the same devices have the same row. Rows ascend along a
             pipeline, except where it returns to earlier devices.
     """

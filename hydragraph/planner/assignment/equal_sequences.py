@@ -24,7 +24,7 @@ from hydragraph.spec.assignment import Assignment
 
 PRECISION = 1e-9
 ROUNDING = 1e-6  # tolerance for counts of sequences
-LEAST_S = 1e-12  # minimum seconds per sequence
+LEAST_S = 1e-12  # per sequence
 # Relative sizes to try for a pipeline's first micro-batches and, reversed, for its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 

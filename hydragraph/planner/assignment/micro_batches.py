@@ -190,7 +190,7 @@ def form_in_order(
     """Return the result of `form`, reordered to end earliest, and the end time.
 
     Args:
-        stages: number of stages, including interleaved stages.
+        stages: number, including interleaved stages.
         table: schedule table for as many micro-batches as sequences.
         climb: number of rounds of improving the order.
     """

@@ -40,7 +40,7 @@ Bools = NDArray[np.bool_]
 
 # Minimum relative gains of a step, tried in turn.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum number of forwards and backwards that a search simulates.
+# Maximum forwards and backwards that a search simulates.
 TASKS = 500_000
 TRIAL = 20
 
@@ -69,7 +69,7 @@ class Draft(NamedTuple):
         rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, hold trials.
         busy: computing seconds [P, S].
         spent: number of forwards and backwards simulated so far [1].
-        trial: two trial orders [2, C + 1].
+        trial: two orders [2, C + 1].
     """
 
     placed: Ints
@@ -237,7 +237,7 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft
     own = plan.batch[i]
     for x in range(count + 1):
         if plan.members[own] == 1 and x < plan.counts[q] and plan.order[q, x] == own:
-            continue  # no change
+            continue
         opened(order, count, x, with_it)
         end = end_with(q, order, count + 1, plan, given)
         closed(order, count + 1, x)

@@ -17,7 +17,7 @@ from itertools import product
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
 
-# Maximum numbers of splits of a node with stragglers, and of combinations of degrees.
+# Maximum splits of a node with stragglers, and combinations of degrees.
 SPLITS = 3
 COMBINATIONS = 256
 

@@ -29,7 +29,7 @@ class DeviceSite(NamedTuple):
     """Devices of one type in nodes of one kind.
 
     Attributes:
-        cards: number of network cards per device.
+        cards: network cards per device.
     """
 
     type: str
@@ -87,7 +87,7 @@ class Prices:
         while it computes. At the end, the owner has the gradients of every pipeline.
 
         Args:
-            ahead: fraction of all layers that is in earlier stages.
+            ahead: fraction of all layers in earlier stages.
             behind: fraction in later stages.
         """
         if self.costs.ranks == 1:
@@ -172,8 +172,6 @@ class Prices:
 
 
 class Market:
-    """Cached prices for one cluster."""
-
     def __init__(self, costs: Costs) -> None:
         self.prices = cache(partial(Prices, healthy(costs)))
 

@@ -52,7 +52,7 @@ class Histogram:
 
     Attributes:
         schemes: schemes that fit some sequence [K].
-        devices: number of devices of each scheme [K].
+        devices: number for each scheme [K].
         levels: highest level (length) that fits each scheme [K].
         work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """

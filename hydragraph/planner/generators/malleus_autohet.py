@@ -17,7 +17,7 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Maximum numbers of partitions to improve by exchanges, and to keep.
+# Maximum partitions to improve by exchanges, and to keep.
 IMPROVED = 6
 KEPT = 12
 # Partitions into pipelines are kept if they take at most this multiple of the best time.
@@ -26,7 +26,7 @@ WITHIN = 1.25
 SLOW = 1.5
 # Groups of the weakest kinds of devices may stay idle, up to this fraction of all power.
 WEAK = 0.3
-# Largest number of sequences per micro-batch to try.
+# Sequences per micro-batch to try.
 LARGEST = 16
 
 

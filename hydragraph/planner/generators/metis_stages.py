@@ -36,7 +36,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of device types; all their orders are tried.
+# All orders of these types are tried.
 _MOST_TYPES = 5
 # Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.
 _MESSAGES = 0.7

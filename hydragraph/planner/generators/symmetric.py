@@ -35,7 +35,7 @@ class Simple:
     """A simple plan.
 
     Attributes:
-        together: number of sequences per micro-batch.
+        together: sequences per micro-batch.
         seconds: iteration time by AutoHet's cost, without traffic.
     """
 

@@ -38,7 +38,7 @@ MEMORY = 1
 # Number of pieces per layer.
 PIECES = 7
 ATTEMPTS = 3
-# Memory of a stage without layers, in MB.
+# Memory of a stage without layers.
 LEAST_MB = 0.001
 
 
@@ -47,7 +47,7 @@ class Best(NamedTuple):
 
     Attributes:
         cost: lowest cost of a plan that can train; infinite if there is none.
-        batches: number of micro-batches of this plan.
+        batches: number of micro-batches.
         claimed: lowest cost that Metis's program reports.
     """
 

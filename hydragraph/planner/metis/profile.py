@@ -123,7 +123,7 @@ class MetisProfile:
         sequence: int | None = None,
         vocabulary: int | None = None,
     ) -> MetisProfile:
-        """Read measurements from files, or from all files of a folder that are named as in Metis.
+        """Read measurements from files, or from all files of a folder named as in Metis.
 
         Args:
             layers: if a file has several models, the number of layers of the model to read; default: the least.

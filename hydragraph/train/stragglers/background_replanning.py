@@ -216,7 +216,7 @@ class Replanner:
         self._thread.start()
 
     def answer(self) -> Replanned | None:
-        """Return the answer once; return None if it has not arrived."""
+        """Return the answer once; None if it has not arrived."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None

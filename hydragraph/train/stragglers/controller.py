@@ -33,7 +33,7 @@ from hydragraph.train.stragglers.straggler_state import Slow
 
 LAST = 8  # plan for this number of recent mini-batches
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
-COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
+COOLDOWN = 6  # minimum steps between two switches, unless a rank is lost
 COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured
 
 
@@ -96,7 +96,7 @@ class Controller:
         self._at_once = False  # whether the last question was for a quick answer
         self._corrected = False  # whether costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # switch that is being prepared, or was made in this step
+        self._coming: _Coming | None = None  # switch being prepared, or made in this step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -212,7 +212,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Request a plan that is not used, so that the planning process loads its modules early."""
+        """Request an unused plan, so that the planning process loads its modules early."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # minimum number of steps before the comparison
-LEAST = 5  # minimum number of compared steps
+STEPS = 20  # minimum before the comparison
+LEAST = 5  # compared steps
 MATTERS = 1.2  # another plan is requested if the times differ by more than this factor
 
 

@@ -24,7 +24,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.straggler_state import Learned
 
 AHEAD = 2.0
-MATTERS = 0.05  # minimum lateness that is corrected
+MATTERS = 0.05  # minimum corrected lateness
 LOOK = 4  # lateness is measured over this many steps
 USUAL = 8  # the usual wait is the median over this number of steps without slow ranks
 
@@ -42,7 +42,7 @@ class Lateness:
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
         self._open = switched
-        # Step time and rates before the correction that is being tested.
+        # Step time and rates before the tested correction.
         self._before: tuple[float, dict[int, Learned]] | None = None
         self._ended = False  # whether the last correction did not help
         self._rates = Health()
@@ -54,7 +54,7 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, Learned]:
-        """Learned rates by rank, without a correction that is still being tested."""
+        """Learned rates by rank, without a correction still being tested."""
         return dict(self._learned if self._before is None else self._before[1])
 
     def planned(self, health: Health) -> Health:

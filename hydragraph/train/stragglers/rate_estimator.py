@@ -196,7 +196,7 @@ class Estimator:
                 self._kind(kind).logs.append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return the log slowdown of each rank that is much slower than others at the same kinds of work.
+        """Return the log slowdown of each rank much slower than others at the same kinds of work.
 
         This is the first sweep of a median polish (Tukey, 1977). It distinguishes errors of the cost model from ranks
         that are slow from the beginning.

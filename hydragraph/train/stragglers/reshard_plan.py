@@ -58,7 +58,7 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A new home that is worth the move.
+    """A new home worth the move.
 
     Attributes:
         before_s, after_s: seconds that the slowest owner takes per step, before and after the move.

@@ -21,7 +21,7 @@ from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned
 from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5
-COOLDOWN = 6  # minimum number of steps between two decisions
+COOLDOWN = 6  # minimum steps between two decisions
 MIX = 16  # number of recent steps in the mix of strategies
 CHANGED = 0.25  # choose the home again if at least this fraction of the mix of recent strategies has changed
 
