@@ -16,7 +16,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cluster.rendezvous.member import CALLED, here
 from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.engine.candidate_strategies import strategy_for
-from hydragraph.engine.collective_call import CollectiveCalls
+from hydragraph.engine.collective_call import ENDS, CollectiveCalls
 from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transition import Holding
@@ -30,7 +30,7 @@ from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.executor import IterationOutcome
 from hydragraph.runtime.home_state import settings_of
 from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
-from hydragraph.runtime.supported_optimizers import check_hooks
+from hydragraph.runtime.supported_optimizers import check_hooks, check_settings
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 
@@ -68,6 +68,12 @@ class IterationRunner(CollectiveCalls):
         self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._probe = SpeedProbe(world.device)
         self._begin_era()
+
+    def _admit(self, what: str) -> None:
+        super()._admit(what)
+        held = self._holding.held
+        if held is not None and held.log.progress.torn and what not in (*ENDS, "load", "wait_saved"):
+            raise ValueError(f"{what}: an update was interrupted halfway; call load or move")
 
     def _begin_era(self) -> None:
         self._running: _Running | None = None
@@ -238,6 +244,7 @@ class IterationRunner(CollectiveCalls):
         try:
             if purpose == "train" and self._session.optimizer is not None:
                 check_hooks(self._session.optimizer)
+                check_settings(self._session.optimizer)
             self._session.home.check_parameters()
             trains = purpose in ("train", "gradients")
             self._compiled.state.check(trains)

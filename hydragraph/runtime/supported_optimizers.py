@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -70,11 +71,7 @@ def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer updates every element in the same way.
-
-    Raises:
-        Unsupported: the class is unknown or overrides a method of a supported class, or hooks change the updates.
-    """
+    """Raise Unsupported unless an optimizer updates every element in the same way, without hooks."""
     kind = type(optimizer)
     if not isinstance(optimizer, ELEMENTWISE):
         raise _not_elementwise(kind)
@@ -94,11 +91,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
-
-    Raises:
-        Unsupported: the optimizer or one of its tensors has hooks.
-    """
+    """Raise Unsupported if an optimizer or one of its tensors has hooks; cheap enough for every step."""
     tensors: Iterator[Any] = (p for group in optimizer.param_groups for p in group["params"])
     hooks = step_hooks(optimizer) or next(filter(None, map(tensor_hooks, tensors)), "")
     if hooks:
@@ -107,6 +100,25 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
             where=f"optimizer {type(optimizer).__name__}",
             remedy="remove the hook; clip gradients with max_grad_norm, and change learning rates between steps",
         )
+
+
+def check_settings(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for name, default in optimizer.defaults.items():
+            values = group.get(name) if isinstance(default, tuple) else (group.get(name),)
+            numeric = default if isinstance(default, tuple) else (default,)
+            if all(type(number) in (int, float) for number in numeric) and not _are_numbers(values):
+                raise Unsupported(
+                    f"a parameter group has {name}={group.get(name)!r}",
+                    where=f"optimizer {type(optimizer).__name__}",
+                    remedy="use numbers",
+                )
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, tuple | list) and all(
+        isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1) for value in values
+    )
 
 
 def _overridden(kind: type) -> Iterator[str]:

@@ -6,7 +6,9 @@ import gc
 import time
 import weakref
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -46,6 +48,22 @@ def test_a_world_changes_under_an_executable(tmp_path: Path) -> None:
     assert moved == stayed
     for name, tensor in as_it_was.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-7)
+
+
+def test_after_an_interrupted_update_only_a_checkpoint_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exe = small_llama().executable("<[0]x2>", lambda named: torch.optim.SGD(named, lr=0.1))
+    exe.step(batch(0))
+    exe.save(tmp_path / "saved")
+    with monkeypatch.context() as patch:
+        patch.setattr(exe.optimizer, "step", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            exe.step(batch(1))
+    for call in (lambda: exe.step(batch(1)), lambda: exe.evaluate(batch(1)), lambda: exe.save(tmp_path / "torn")):
+        with pytest.raises(ValueError, match="an update was interrupted halfway; call load or move"):
+            call()
+    exe.load(tmp_path / "saved")
+    assert exe.step(batch(1)).step == 2
+    exe.close()
 
 
 def test_state_that_has_moved_is_freed_without_garbage_collection() -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from hydragraph.runtime.supported_optimizers import (
     call_factory,
     check_elementwise,
     check_hooks,
+    check_settings,
     state_bytes,
 )
 
@@ -68,6 +70,24 @@ def test_a_subclass_that_only_chooses_defaults_is_accepted() -> None:
 def test_a_subclass_that_changes_the_update_is_refused(kind: type[torch.optim.Optimizer], method: str) -> None:
     with pytest.raises(Unsupported, match=rf"{kind.__name__}: it defines its own '{method}'.*use torch.optim"):
         check_elementwise(kind(named(), lr=0.1))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, hg.AdamW], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_settings_that_are_not_numbers_are_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    optimizer = kind(named(), lr=0.1)
+    (group,) = optimizer.param_groups
+    for right in (0.1, 1, torch.tensor(0.1), np.float32(0.1)):
+        group["lr"] = right
+        check_settings(optimizer)
+    for wrong in ("0.1", None, (0.1,)):
+        group["lr"] = wrong
+        with pytest.raises(Unsupported, match=r"a parameter group has lr=.*; use numbers"):
+            check_settings(optimizer)
+    group["lr"] = 0.1
+    if "betas" in group:
+        group["betas"] = (0.9, "0.95")
+        with pytest.raises(Unsupported, match=r"a parameter group has betas=\(0.9, '0.95'\)"):
+            check_settings(optimizer)
 
 
 @pytest.mark.parametrize("decorated", [False, True])
