@@ -61,6 +61,7 @@ from hydragraph.train.run_recovery import go_on, write_run_ranks
 from hydragraph.train.run_saving import (
     checkpoint,
     finish,
+    hyperparameters,
     load,
     naming_the_checkpoint,
     saves_after,
@@ -192,6 +193,7 @@ class _RunInputs:
 
     def run(self, world: World, folder: RunFolder, executor: Any, pieces: Pieces | None, **leading: Any) -> Run:
         config = self.config
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return Run(
             config,
             world,
@@ -201,6 +203,7 @@ class _RunInputs:
             evaluate_at=parts_of_epochs(self.anew(), config.evaluate_per_epoch, config.steps),
             checkpoint_at=parts_of_epochs(self.anew(), config.checkpoint_per_epoch, config.steps),
             pieces=pieces,
+            settings=hyperparameters(optimizer_factory(config.optimizer, self.model, world.device)(trained)),
             **leading,
         )
 

@@ -24,7 +24,6 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.run_saving import (
     checkpoint,
     forget_unsaved,
-    hyperparameters,
     saves_after,
     set_hyperparameters,
 )
@@ -51,8 +50,6 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         last = folder.last_whole()
         return None if last is None else last.path
 
-    settings = hyperparameters(executor) if state.done >= 0 else None
-
     def set_aside(damaged: Path) -> bool:
         return any(folder.replace_damaged(each) for each in folder.all() if each.path == damaged)
 
@@ -70,9 +67,8 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
     state.untold.append((survived, before))
     with world.calling("continue"):
-        own_settings = next((known for known in world.gather(settings) if known is not None), None)
-        if survived.restored is not None and own_settings is not None:
-            set_hyperparameters(executor, own_settings)  # from the config, not from the checkpoint
+        if survived.restored is not None:
+            set_hyperparameters(executor, run.settings)  # from the config
         run = replace(run, peak_flops_per_s=peak_of(config, world))
         trace_anew(run)
         if world.rank == 0:

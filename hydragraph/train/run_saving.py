@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hydragraph.checkpoint.folder import complete, prune
 from hydragraph.checkpoint.manifest import Damaged
@@ -44,7 +45,8 @@ def load(
     """
     while True:
         try:
-            settings = hyperparameters(executor)
+            assert executor.optimizer is not None, "a training run has an optimizer"
+            settings = hyperparameters(executor.optimizer)
             extra = executor.load(last.path if pieces is None else (pieces, last.path))
             set_hyperparameters(executor, settings)  # from the config, not from the checkpoint
             return last, extra
@@ -61,9 +63,7 @@ def load(
             leader.note(f"a DAMAGED checkpoint was renamed: {reason}; trying {last.path}")
 
 
-def hyperparameters(executor: Executable) -> list[dict[str, Any]]:
-    optimizer = executor.optimizer
-    assert optimizer is not None, "a training run has an optimizer"
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Run:
     evaluate_at: frozenset[int] = frozenset()  # steps of `config.evaluate_per_epoch`
     checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
     pieces: Pieces | None = None
+    settings: Sequence[Mapping[str, Any]] = ()  # hyperparameters by group
     joined: Callable[[], Run] | None = None  # on joining ranks; called after ranks meet
 
     @property

@@ -116,21 +116,22 @@ def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path
     assert Began.seen == [f"start {given.steps}", "end"]
 
 
+@pytest.mark.parametrize("done", [3, -1])
 def test_after_a_loss_the_peak_is_that_of_the_ranks_that_stay_and_settings_those_of_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If all ranks are lost, those that join know the settings too."""
     given = config(tmp_path)
     world = apart("cpu")
     nothing: Any = None
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], weight_decay=0.3)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     executor: Any = SimpleNamespace(world=world, optimizer=optimizer, spans=None)
     run = Run(given, world, begun(given, tmp_path), executor, (), {}, peak_flops_per_s=2e12)
-    state = TrainState(
-        Watched(), batches := mini_batches(given, open_tokens(given, prepare(given))), nothing, nothing, 3, 0, {}
-    )
-    state.positions[3] = dict(batches.state_dict())
+    batches = mini_batches(given, open_tokens(given, prepare(given)))
+    state = TrainState(Watched(), batches, lambda: batches, nothing, done, 0, {3: dict(batches.state_dict())})
     survived = Survived(2, 3, (1,), (), (), (), (), 3, 0, 0.5, "rank 1 is lost")
-    joined = mock.Mock(return_value=replace(run, pieces=nothing, evaluate_at=frozenset([5])))
+    own = ({"weight_decay": 0.3},)
+    joined = mock.Mock(return_value=replace(run, pieces=nothing, evaluate_at=frozenset([5]), settings=own))
     run = replace(run, joined=joined)
 
     def meet_again(*given: Any) -> Survived:
