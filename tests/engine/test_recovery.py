@@ -332,7 +332,7 @@ def test_a_failed_step_is_freed_before_the_ranks_meet(prepared: Ready) -> None:
 
     exe._session.executor.before = fail
     before = exe._session.executor._buffers
-    member = SimpleNamespace(generation=SimpleNamespace(members=[0]), meet=meet)
+    member = SimpleNamespace(generation=SimpleNamespace(members=[0]), holds=0, meet=meet)
     try:
         with mock.patch("hydragraph.runtime.executor._Iteration", iteration):
             exe.step(batch(0))
