@@ -71,6 +71,8 @@ FEW = 64
 STAGED = 2
 # Among plans within this fraction of the best time, the one that moves fewest bytes wins.
 NEAR = 0.005
+# Plans of varying lengths within this fraction of the best time are simulated again with the given rank numbers.
+AGAIN = 0.01
 # No work starts after the fraction SEARCHING of the deadline; searches may use FINDING of that time.
 SEARCHING = 0.9
 FINDING = 0.65
@@ -278,6 +280,8 @@ def _plan(
     looked = _extended(costs, workload, looked, until, streaming, allowed)
     if deterministic:
         looked = replace(looked, settled=tuple(one_by_one(costs, each) for each in looked.settled), passed=())
+    if workload.lengths and not listed and until is None:
+        looked = _exact(costs, looked)
     for settled in looked.settled:
         seen(settled)
     # A strategy that does not fit the longest sequence may be best for other mini-batches.
@@ -292,8 +296,7 @@ def _plan(
         return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
 
     chosen = min((settled for settled in able if settled.seconds <= best * (1 + near)), key=preference)
-    exact = chosen.simulated and (listed or not workload.lengths)
-    if not exact and until is None and (chosen.simulated or not workload.lengths):
+    if until is None and not (chosen.simulated or workload.lengths):
         chosen = simulated(costs, chosen)
     if chosen.simulated and not (workload.lengths or is_late(until) or deterministic):
         chosen = as_run(costs, chosen)
@@ -309,7 +312,7 @@ def _plan(
         chosen.memory,
         tuple(costs.memory_of(rank) for rank in range(costs.ranks)),
         least,
-        _rivals(chosen, looked),
+        _rivals(chosen, looked, running is not None),
         chosen.assignments[0],
         moved(chosen.home),
         chosen.origin,
@@ -536,12 +539,22 @@ def _origins(
     return origins
 
 
-def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
+def _exact(costs: Costs, looked: Finalists) -> Finalists:
+    most = (1 + AGAIN) * min((each.seconds for each in looked.settled), default=math.inf)
+    again = (
+        simulated(costs, e) if e.simulated and math.isfinite(e.seconds) and e.seconds <= most else e
+        for e in looked.settled
+    )
+    return replace(looked, settled=tuple(again))
+
+
+def _rivals(chosen: Settled, looked: Finalists, running: bool) -> tuple[Rival, ...]:
     rivals = []
+    but = "but moves more state" if running else "with micro-batches that a run does not form"
     for settled in sorted(looked.settled, key=lambda one: one.seconds):
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1
-            why = f"takes {more:.1%} longer" if more >= 0 else f"takes {-more:.1%} less time, but moves more state"
+            why = f"takes {more:.1%} longer" if more >= 0 else f"takes {-more:.1%} less time, {but}"
             rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why, settled))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1

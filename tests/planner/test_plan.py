@@ -15,7 +15,7 @@ from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.planner import plan as planning
 from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.plan import moved_bytes
-from hydragraph.planner.price_candidate import Shortage, owners, share_out
+from hydragraph.planner.price_candidate import Settled, Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
@@ -367,3 +367,18 @@ def test_a_deterministic_plan_computes_one_sequence_at_a_time_under_one_degree(w
     assert found.seconds > 1.05 * hg.plan(costs, work, deadline_s=0.0).seconds
     shown = [rival.settled for rival in found.rivals if rival.settled is not None and math.isfinite(rival.seconds)]
     assert all(len(m) == 1 for each in shown for p in each.assignments[0].micro_batches for m in p)
+
+
+def test_plans_of_varying_lengths_are_compared_under_the_given_rank_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (Node("slow", 2, priced.FAST, priced.SLOW), Node("fast", 2, priced.FAST, priced.SLOW))
+    costs = priced.costs(4, Cluster.of(dict(priced.mixed().types), nodes))
+
+    def otherwise(_: Costs, each: Settled) -> Settled:
+        return replace(each, by_batch=tuple(1 / seconds for seconds in each.by_batch))
+
+    monkeypatch.setattr(planning, "AGAIN", math.inf, raising=False)
+    monkeypatch.setattr(planning, "simulated", otherwise)
+    found = hg.plan(costs, hg.Workload(lengths=[[16, LENGTH]]), "mixed")
+    assert found.rivals
+    assert all(found.seconds <= rival.seconds for rival in found.rivals if rival.settled is not None)
+    assert "less time" not in found.explain()
