@@ -163,8 +163,7 @@ def compile(
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training). Tensors are this rank's shards, or empty: edit them under `torch.no_grad()`, not through
-            `.data`. `move` and checks call the function again.
+            None (no training). Tensors are this rank's shards, or empty; do not edit `.data`. `move` calls it again.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
