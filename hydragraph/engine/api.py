@@ -35,7 +35,7 @@ from hydragraph.frontend.check.numeric_check import CheckedModel
 from hydragraph.frontend.compiled_folder.load import CompiledFolder, load
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
-from hydragraph.frontend.loss_module import loss_buffers
+from hydragraph.frontend.loss_module import check_loss_of, loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.module_digest import read_by
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
@@ -124,7 +124,7 @@ def capture(
     library = source.loaded(compiled)
     if not library.checked(mode_of(check)):
         check_here(source.subject(library.program), check)
-    return replace(library.program, reads=read_by(model, loss))
+    return replace(library.program, reads=read_by(model, loss), loss=loss)
 
 
 @own_modes("compile")
@@ -172,7 +172,7 @@ def compile(
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
-        program: result of `capture` for an equal model and `loss`; omit `example`.
+        program: result of `capture` for an equal model; omit `example`. By default, its loss is used.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
@@ -191,7 +191,7 @@ def compile(
     """
     apart_now = joining or comes_late()
     backend = "eager" if deterministic and backend is None else backend
-    source = _Source(model, dtype, example, loss, blocks, check)
+    source = _Source(model, dtype, example, _loss_of(program, loss), blocks, check)
     automatic = isinstance(strategy, str) and strategy == "auto"
     world = apart(device) if apart_now else join(device)
     world.watch.progress_s = progress_s
@@ -212,7 +212,7 @@ def compile(
             subject = _subject(program, source, on, owners or AUTO, fewer, optimizer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         graphs = (mode_of(check), captured.library, captured.variants)
-        options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
+        options = ExecutableOptions(backend, *graphs, deterministic, source.loss, seed, max_grad_norm, progress_s)
         given = (model, program, strategy, optimizer, world, options)
         executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=bool(apart_now or fewer))
         if fewer:
@@ -323,6 +323,7 @@ def _given(
             return
         if folder is not None:
             raise ValueError("compile: program= and compiled= were both given: pass only one of them")
+        check_loss_of(program, source.loss)
         _check_origin(program, source)
 
     _on_all(world, checked)
@@ -405,6 +406,10 @@ def _on_all(world: World, make: Callable[[], T]) -> T:
     return returned[0]
 
 
+def _loss_of(program: Program | None, loss: Loss | None) -> Loss | None:
+    return program.loss if loss is None and isinstance(program, Program) else loss
+
+
 def _check_origin(program: Program, source: _Source) -> None:
     if program.origin != frontend.origin(source.model):
         name = type(source.model).__name__
@@ -418,7 +423,7 @@ def _check_origin(program: Program, source: _Source) -> None:
     if program.reads not in ("", read_by(source.model, source.loss)):
         raise ValueError(
             "compile: 'program' was captured with another loss=, or a value that the loss or model reads has changed; "
-            "pass the same loss= to `capture` and `compile`, and call `capture` again after such a change"
+            "pass that loss or none to `compile`, and call `capture` again after such a change"
         )
 
 

@@ -114,7 +114,7 @@ def capture(
     cached_program = None if kept is None else read_program(kept)
     if cached_program is not None:
         _LOG.info("read the captured %s from %s in %.2f s", where, kept, time.perf_counter() - began)
-        return replace(cached_program, origin=origin(model), reads=read_by(model, loss))
+        return replace(cached_program, origin=origin(model), reads=read_by(model, loss), loss=loss)
     log.doing(f"capturing {where}")
     reads = read_by(model, loss)
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
@@ -122,7 +122,7 @@ def capture(
         keep_program(kept, program)
     seconds = time.perf_counter() - began
     _LOG.info("captured %s, %d layers, %d templates, in %.2f s", where, program.layers, len(program.templates), seconds)
-    return replace(program, reads=reads)
+    return replace(program, reads=reads, loss=loss)
 
 
 def _captured(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
+from hydragraph.ir.program import Program
 
 _PREFIX = "_hydragraph_loss."  # prefix of the names of a loss's buffers in a program
 
@@ -36,6 +37,14 @@ def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
             raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy="build the loss on the CPU")
         buffers[_PREFIX + name] = buffer.detach().to("cpu")
     return buffers
+
+
+def check_loss_of(program: Program, loss: Loss | None) -> None:
+    needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
+    missing = sorted(needed - loss_buffers(loss).keys())
+    if missing:
+        what = f"it needs the loss's buffer {missing[0].removeprefix(_PREFIX)!r}, but loss= has no such buffer"
+        raise ValueError(f"program: {what}; pass the loss module that the program was captured with")
 
 
 def name_in_program(attribute: str, name: str) -> str:

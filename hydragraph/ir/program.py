@@ -99,6 +99,7 @@ class Program:
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         reads: digest of the loss and of values that it or the model reads, or "" if unknown.
+        loss: the loss that `capture` was given; not pickled.
         push_dtype: dtype of gradients sent to their owners.
         window: maximum number of elements in flight, separately for pulls and pushes; None: see `Outline`.
     """
@@ -116,11 +117,13 @@ class Program:
     positions: tuple[int, str] | None = None
     origin: str = ""
     reads: str = ""
+    loss: Any = field(default=None, repr=False)
     push_dtype: torch.dtype = torch.float32
     window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        state = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        return state if self.loss is None else {**state, "loss": None, "reads": ""}
 
     @property
     def layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cache, partial
 
 import pytest
@@ -13,7 +14,6 @@ import hydragraph as hg
 from hydragraph.errors import Unsupported
 from tests import reference
 from tests.models import llama, sequences
-from tests.own_models import small
 from tests.ready import Ready
 
 LAYERS, LENGTHS = 1, [9, 4, 13]
@@ -75,19 +75,17 @@ def test_class_weights_train_as_on_one_device_and_a_change_is_noticed() -> None:
 
 
 def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
-    with pytest.raises(ValueError, match=r"captured with another loss=.*; pass the same loss= to"):
-        ready().executable("<tp1,pp1>")
-
-
-def test_the_numeric_check_computes_with_the_buffers_of_the_loss() -> None:
-    program = hg.capture(small(), loss=Weighted(), check="auto")
-    assert "_hydragraph_loss.weights" in program.blocks[-1].buffers
-
-
-def test_parameters_and_buffers_without_values_are_refused_by_name() -> None:
-    with pytest.raises(
-        Unsupported, match=r"loss Scaled: the loss has the parameter 't'.*move the parameter, or the frozen module"
-    ):
-        hg.capture(small(), loss=Scaled())
-    with pytest.raises(Unsupported, match=r"loss Weighted: its buffer 'weights' is on the meta device.*on the CPU"):
-        hg.compile(small(), "<tp1,pp1>", loss=Weighted().to("meta"))
+    program = ready().variants.program
+    model = ready().model
+    batch = sequences(LENGTHS)
+    losses = []
+    for loss in (None, program.loss):
+        exe = hg.compile(model, "<tp1,pp1>", device="cpu", program=program, loss=loss)
+        losses.append(exe.evaluate(batch).loss)
+        exe.close()
+    assert losses[0] == losses[1]
+    with pytest.raises(ValueError, match=r"captured with another loss=.*; pass that loss or none to"):
+        hg.compile(model, "<tp1,pp1>", device="cpu", program=program, loss=Weighted(50))
+    elsewhere = pickle.loads(pickle.dumps(program))
+    with pytest.raises(ValueError, match=r"program: it needs the loss's buffer 'weights', .*; pass the loss module"):
+        hg.compile(model, "<tp1,pp1>", device="cpu", program=elsewhere)
