@@ -72,7 +72,7 @@ class IterationRunner(CollectiveCalls):
     def _admit(self, what: str) -> None:
         super()._admit(what)
         held = self._holding.held
-        if held is not None and held.log.progress.torn and what not in (*ENDS, "load", "wait_saved"):
+        if held is not None and held.log.progress.torn and what not in (*ENDS, "load", "move", "wait_saved"):
             raise ValueError(f"{what}: an update was interrupted halfway; call load or move")
 
     def _begin_era(self) -> None:

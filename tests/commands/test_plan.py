@@ -336,7 +336,7 @@ def test_the_rest_of_a_step_is_a_shorter_sequence(tmp_path: Path) -> None:
     assert workload(60) == hg.Workload(lengths=[[32, 28]])
     assert workload(64) == workload(65) == workload(60, sequences=2) == hg.Workload(2, 32)
     assert workload(64, tokens=20) == hg.Workload(1, 32)
-    assert workload(20, tokens=60, length=24) == hg.Workload(lengths=[[24, 24, 12]])
+    assert workload(40, tokens=60, length=24) == hg.Workload(lengths=[[24, 24, 12]])
 
 
 def test_the_deadline_counts_from_the_start_of_the_command(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,9 +356,9 @@ def test_the_deadline_counts_from_the_start_of_the_command(uneven: Path, monkeyp
 
 
 def test_a_stopped_search_prints_its_best_plan(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*given: Any) -> None:
+    def stopped(*_: Any, improved: Any, **__: Any) -> None:
         for seconds in (12.5, 10.77):
-            given[-1](seconds, "<tp1,pp1>")
+            improved(seconds, "<tp1,pp1>")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planning, "plan", stopped)

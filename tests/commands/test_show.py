@@ -44,7 +44,7 @@ def test_show_prints_each_block_after_each_graph_pass(tmp_path: Path) -> None:
     assert "free s.layer.0.0" not in rest.partition("## after retain")[0]
     nobody = run("show", config, "--passes", "--rank", "9")
     assert nobody.exit_code != 0
-    assert "rank is 9: the world has ranks 0 to 1" in nobody.stderr
+    assert "'rank' is 9: the world has ranks 0 to 1" in nobody.stderr
 
 
 def test_show_prints_the_program_and_the_ranks(tmp_path: Path) -> None:

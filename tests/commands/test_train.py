@@ -189,7 +189,8 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(
     before = (folder / "run" / "metrics.jsonl").read_bytes()
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        result = run("train", folder / "config.yaml", "--max-restarts", "1", "--set", "ranks=1")
+        alone = ("--set", "ranks=1", "--set", "strategies=<tp1,pp1>")
+        result = run("train", folder / "config.yaml", "--max-restarts", "1", *alone)
         assert result.exit_code == 2
         assert "already holds a run" in " ".join(result.output.split())
         assert (folder / "run" / "metrics.jsonl").read_bytes() == before

@@ -119,7 +119,7 @@ def counting(block: Any, x: Tensor) -> float:
 def test_state_outside_of_a_block_is_refused() -> None:
     model = Own(layers=1)
     model.stack = nn.ModuleList([Scaled(0, counted)])
-    with pytest.raises(Unsupported, match=r"layer.0: its forward differs between calls"):
+    with pytest.raises(Unsupported, match=r"layer.0: forward or loss changes 'the global CALLS\[0\]'"):
         capture(model, blocks="stack")
 
 

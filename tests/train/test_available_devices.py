@@ -58,7 +58,7 @@ def test_a_machine_with_few_gpus_leaves_the_least_number_of_ranks_to_the_leader(
     file = write(tmp_path, strategies="auto", ranks=None, device=None, elastic={"min_ranks": 5})
     launched(monkeypatch, 2, processes=2)
     assert TrainConfig.load(file).ranks == 4
-    with pytest.raises(ValueError, match="min_ranks is 5, but ranks is 4: lower min_ranks"):
+    with pytest.raises(ValueError, match="min_ranks is 5, but 'ranks' is 4: lower min_ranks"):
         TrainConfig.load(file, ["ranks=4"])
 
 
