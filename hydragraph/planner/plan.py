@@ -200,10 +200,13 @@ def plan(
         raise ValueError(f"'running' is {running!r}: give a plan, a strategy or its text, or leave it out")
     with uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
-        if not deterministic:
-            seen = _telling(improved)
-            return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming, False, seen)
-        return _of_one_cut(costs, workload, method, running, deadline_s, ways, schedules)
+        streaming = streaming and not deterministic
+        seen = _telling(None if deterministic else improved)
+
+        def ask(some: Costs, limit_s: float | None) -> Plan:
+            return _plan(some, workload, method, running, limit_s, ways, schedules, streaming, deterministic, seen)
+
+        return _of_one_cut(costs, deadline_s, ask) if deterministic else ask(costs, deadline_s)
 
 
 def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled], Settled]:
@@ -219,15 +222,7 @@ def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled
     return seen
 
 
-def _of_one_cut(
-    costs: Costs,
-    workload: Workload,
-    method: Method,
-    running: Plan | Strategy | None,
-    deadline_s: float | None,
-    ways: Sequence[Way],
-    schedules: Collection[str],
-) -> Plan:
+def _of_one_cut(costs: Costs, deadline_s: float | None, ask: Callable[[Costs, float | None], Plan]) -> Plan:
     cuts = costs.profile.cuts
     each_s = None if deadline_s is None else deadline_s / len(cuts)
     plans: list[Plan] = []
@@ -235,7 +230,7 @@ def _of_one_cut(
     for cut in cuts:
         some = costs.changed(profile=costs.profile.of_cut(*cut))
         try:
-            plans.append(_plan(some, workload, method, running, each_s, ways, schedules, False, True, _telling(None)))
+            plans.append(ask(some, each_s))
         except Unsupported as error:
             refused = refused or error
     if refused is not None and not plans:

@@ -1,4 +1,4 @@
-"""What a command does is shown once, and again while it lasts, also without a terminal."""
+"""Without a terminal, each activity of a command is shown when it begins, and repeated while it lasts."""
 
 from __future__ import annotations
 

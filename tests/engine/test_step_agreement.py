@@ -116,7 +116,7 @@ def refusals(ready: Ready) -> list[float]:
             other()
     step(coming)
     exe.evaluate(batch(0))
-    # What changed after ranks agreed on the promised step is refused before its update.
+    # A change after the ranks agreed on the promised step is refused before the step updates weights.
     config: Any = ready.model.config
     group = exe.optimizer.param_groups[0]  # type: ignore[union-attr]
     changes: list[tuple[Callable[[float], object], float]] = [

@@ -97,7 +97,7 @@ def free() -> int:
 
 
 def machines(folder: Path, kill: bool, devices: tuple[int, int]) -> list[tuple[int, str]]:
-    """Run the script on both machines, with so many devices; return how each ended, and what it printed."""
+    """Run the script on two machines with these numbers of devices; return each one's exit code and output."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     port = free()
