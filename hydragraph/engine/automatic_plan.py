@@ -28,13 +28,13 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES
 from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
 from hydragraph.engine.discovery import Discovered, discover
-from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
+from hydragraph.engine.profile_cache import ALONE, profile_key, recall_profile, remember_profile
 from hydragraph.ir.hidden_state import hidden_size
 from hydragraph.ir.program import Program
 from hydragraph.log import doing
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
-from hydragraph.runtime.device_reports import report_devices, types_of
+from hydragraph.runtime.device_reports import ALIKE, report_devices, types_of
 from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure_types
 from hydragraph.runtime.supported_optimizers import OptimizerFactory, state_bytes
@@ -280,14 +280,15 @@ def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> lis
 
 
 def _recalled(keys: Sequence[_Keys], found: Discovered) -> tuple[Profile, tuple[str, ...]] | None:
+    least = ALONE if len(set(found.types)) == 1 else ALIKE
     shared: dict[str, Profile | None] = {}
     profiles: dict[str, Profile] = {}
     types = []
     for key, report, name in zip(keys, found.reports, found.types, strict=True):
-        profile = recall_profile(key.own, report)
+        profile = recall_profile(key.own, report, least=least)
         if profile is None:
             if name not in shared:
-                shared[name] = recall_profile(key.shared, report, name)
+                shared[name] = recall_profile(key.shared, report, name, least)
             profile = shared[name]
         if profile is None:
             return None

@@ -14,6 +14,10 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
+# Minimum ratio of the stored and the current speed with one type of device. Probes of the same CPU differ by up to a
+# quarter, and a run compares expected with measured times.
+ALONE = 0.5
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -33,8 +37,8 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> Profile | None:
-    """Return the stored profile of a device of similar speed, if any."""
+def recall_profile(key: str, report: DeviceReport, type_: str | None = None, least: float = ALIKE) -> Profile | None:
+    """Return the stored profile of a device of similar speed (slower / faster is at least `least`), if any."""
     best: tuple[float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
@@ -42,7 +46,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> 
         except ValueError:
             continue
         ratio = min(then, report.products_per_s) / max(then, report.products_per_s)
-        if ratio >= ALIKE and (best is None or ratio > best[0]):
+        if ratio >= least and (best is None or ratio > best[0]):
             best = ratio, path
     if best is None:
         return None

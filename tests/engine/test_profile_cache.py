@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.engine import profile_cache
-from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
+from hydragraph.engine.profile_cache import ALONE, profile_key, recall_profile, remember_profile
 from hydragraph.runtime.device_reports import DeviceReport
 from tests.cost import priced
 
@@ -29,11 +29,13 @@ def test_a_device_of_the_same_speed_gets_what_was_measured() -> None:
     assert recall_profile("other", ONE, "fast") is None
 
 
-def test_a_slowed_device_is_measured_again() -> None:
+def test_a_slowed_device_among_others_is_measured_again() -> None:
     profile = priced.profile(2, "fast")
     remember_profile("key", ONE, profile)
     slowed = replace(ONE, products_per_s=60.0)
     assert recall_profile("key", slowed, "fast") is None
+    assert recall_profile("key", slowed, "fast", ALONE) == profile
+    assert recall_profile("key", replace(ONE, products_per_s=49.0), "fast", ALONE) is None
     remember_profile("key", slowed, replace(profile, name="slowed"))
     found = recall_profile("key", slowed, "fast")
     assert found is not None
