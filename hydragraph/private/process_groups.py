@@ -1,4 +1,4 @@
-"""Process groups: NCCL options, and release without waiting."""
+"""Process groups: NCCL options, release without waiting, and NVLink."""
 
 from __future__ import annotations
 
@@ -85,3 +85,12 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
     except RuntimeError:
         return None
     return backend if hasattr(backend, "_group_start") else None
+
+
+def nvlink_peers(gpu: int) -> set[int]:
+    """Return the numbers of the GPUs that one GPU reaches through NVLink; none if PyTorch cannot tell."""
+    try:
+        found = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
+    except (AttributeError, RuntimeError):
+        return set()
+    return {other for other, links in enumerate(found.matrix[gpu]) if links and other != gpu}

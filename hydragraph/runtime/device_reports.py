@@ -20,6 +20,7 @@ from statistics import median
 import torch
 
 from hydragraph.cluster.communicators import Groups
+from hydragraph.private.process_groups import nvlink_peers
 from hydragraph.runtime.profile_measurement import device_memories, type_name
 from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
@@ -43,7 +44,8 @@ class DeviceReport:
         memory_bytes: bytes that the rank may use; ranks that share a device or host split its memory.
         products_per_s, flops_per_s: speed of small matrix products.
         threads: compute threads on a CPU; 0 on a GPU.
-        details: compute capability, PCI address and peers of a GPU, or cores of a CPU; NUMA nodes; network interfaces.
+        details: compute capability, PCI address and peers (by NVLink or PCIe) of a GPU, or cores of a CPU; NUMA nodes;
+            network interfaces.
     """
 
     node: str
@@ -188,8 +190,11 @@ def _gpu_details(device: torch.device) -> tuple[list[str], set[int]]:
         with suppress(OSError, ValueError):
             near = {int(Path(f"/sys/bus/pci/devices/{pci}.0/numa_node").read_text())} - {-1}  # -1: unknown
     own = device.index or 0
+    by_nvlink = nvlink_peers(own)
     peers = [n for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
-    return [*parts, *[f"peer of GPU {' and '.join(map(str, peers))}"] * bool(peers)], near
+    for link, linked in (("NVLink", by_nvlink), ("PCIe", set(peers) - by_nvlink)):
+        parts += [f"{link} to GPU {' and '.join(map(str, sorted(linked)))}"] * bool(linked)
+    return parts, near
 
 
 def _is_up(interface: str) -> bool:

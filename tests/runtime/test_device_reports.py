@@ -109,5 +109,6 @@ def test_a_gpu_reports_where_it_is_and_whom_it_reaches(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) != (1, 3))
+    monkeypatch.setattr(device_reports, "nvlink_peers", lambda own: {3, 2} if own == 1 else set())
     details = device_reports._details(torch.device("cuda", 1))
-    assert details.startswith("compute capability 9.0, PCI 0000:1b:00, peer of GPU 0 and 2")
+    assert details.startswith("compute capability 9.0, PCI 0000:1b:00, NVLink to GPU 2 and 3, PCIe to GPU 0")
