@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Constants:
-    """Seconds for one micro-batch: c + the sum of (a l^2 + b l + near q(l)) over sequences of l tokens.
+    """Seconds for one micro-batch: c + the sum of (a * l^2 + b * l + near * q(l)) over sequences of l tokens.
 
     Attributes:
         a, b, c: s / token^2, s / token and s.

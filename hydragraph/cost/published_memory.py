@@ -7,7 +7,7 @@
     B        bytes of states per layer, divided by H^2
     alpha    fraction of states sharded over all devices
 
-Formulas of Hydraulis -> functions, for the first stage, which needs most memory:
+Hydraulis's formulas -> functions, for the first stage, which needs the most memory:
 
     layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the same for the embedding    `MemoryModel.states_bytes`
     (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`

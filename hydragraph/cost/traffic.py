@@ -90,7 +90,7 @@ class Roads:
 
     Args:
         group: group of each rank [R].
-        handling: factor of each rank's latency [R].
+        handling: factor by which each rank multiplies the latency of messages [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:

@@ -93,7 +93,7 @@ def _check_set(tensors: dict[str, Tensor]) -> None:
         unset = tensor.isnan() if tensor.is_floating_point() else tensor == _UNSET
         if tensor.dtype == torch.bool or bool(unset.any()):
             what = "the model is on the meta device, and its initializer does not set this tensor"
-            remedy = "build the model on the CPU, or give its module a reset_parameters() that sets it"
+            remedy = "build the model on the CPU, or set the tensor in its module's reset_parameters()"
             if tensor.dtype == torch.bool:
                 what = "hydragraph cannot tell whether the initializer of a meta model sets a bool tensor"
                 remedy = "build the model on the CPU"

@@ -53,7 +53,7 @@ _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all po
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
-_BEHIND = "processes a sum over tokens, which may only be scaled or added"
+_BEHIND = "processes a sum over tokens; sums may only be scaled or added"
 
 SCALED = aten_operators("div.Tensor div.Scalar mul.Tensor mul.Scalar")
 _SUMS = aten_operators("add.Tensor sub.Tensor")

@@ -192,7 +192,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
-        accumulate: add to the target, which is fp32 or fp64, in the order of the table.
+        accumulate: add to the target (fp32 or fp64), in the order of the table's rows.
 
     Raises:
         Unsupported: a buffer has another dtype or shape, a buffer is too short, or ranges overlap without `accumulate`.

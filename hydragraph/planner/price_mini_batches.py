@@ -73,7 +73,7 @@ class Varied:
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Choose owners, compute memory, and simulate every mini-batch as the iteration planner assigns it."""
+        """Choose owners, compute memory, and simulate every mini-batch with the iteration planner's assignment."""
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
