@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -36,21 +38,59 @@ COLD, WARM = "14 0", "14 1"
 WAIT = "compiling the planner's search once, which takes up to a minute on one core; it is cached in "
 
 
+# A process that has imported numba and compiled once, which takes seconds, and forks for each program that it is sent.
+FORKS = """
+import json, os, runpy, sys
+from numba import njit
+from numba.core import config
+from hydragraph.kernels import numba_compiler
+njit(lambda a, b: 2 * (a + b))(3, 4)
+for line in sys.stdin:
+    file, environment = json.loads(line)
+    if not (pid := os.fork()):
+        os.environ.update(environment)
+        config.reload_config()
+        sys.path.insert(0, os.path.dirname(file))
+        sys.dont_write_bytecode = True
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(os.path.join(os.path.dirname(file), name), os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        code = 1
+        try:
+            runpy.run_path(file, run_name="__main__")
+            code = 0
+        finally:
+            if code:
+                sys.excepthook(*sys.exc_info())
+            sys.stdout.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@cache
+def forks() -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    server = subprocess.Popen(
+        [sys.executable, "-c", FORKS], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(server.communicate)
+    return server
+
+
 def call(folder: Path, file: str = "module.py", **environment: str) -> tuple[str, list[str]]:
     """Run the module in a new process; return what it printed, and its lines on stderr."""
     module = folder / "module.py"
     if not module.exists():
         module.write_text(MODULE)
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, str(folder / file)],
-        env={**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(folder / "cache"), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip(), ran.stderr.splitlines()
+    stdin, stdout = forks().stdin, forks().stdout
+    assert stdin is not None
+    assert stdout is not None
+    given = {"NUMBA_CACHE_DIR": str(folder / "cache"), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"], **environment}
+    print(json.dumps([str(folder / file), given]), file=stdin, flush=True)
+    code = stdout.readline()
+    printed, said = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    assert code == "0\n", said
+    return printed.strip(), said.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +207,8 @@ def test_a_change_of_an_imported_function_or_constant_compiles_its_users_again(l
             f"TIMES = {times}\n\n@compiled\ndef added(a, b):\n    return a {operator} b\n"
         )
         os.utime(tmp_path / "other.py", (times, ord(operator)))  # numba compares times and sizes
-        assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == printed
-        assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == f"{printed[:-1]}1"
+        assert call(tmp_path)[0] == printed
+        assert call(tmp_path)[0] == f"{printed[:-1]}1"
 
 
 def test_a_change_of_an_imported_named_tuple_compiles_its_users_again(tmp_path: Path) -> None:
@@ -181,26 +221,25 @@ def test_a_change_of_an_imported_named_tuple_compiles_its_users_again(tmp_path: 
         (tmp_path / "other.py").write_text(
             f"from collections import namedtuple\nPair = namedtuple('Pair', {fields!r})\n"
         )
-        assert [call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] for _ in printed] == printed
+        assert [call(tmp_path)[0] for _ in printed] == printed
 
 
 WAITS = """
-import subprocess, sys
+import os
 from hydragraph.kernels.numba_compiler import compiled, compiled_elsewhere
 
 @compiled
 def added(a, b):
     return a + b
 
-if sys.argv[1:]:
+if not (other := os.fork()):
     added(3, 4)
-    sys.exit()
-other = subprocess.Popen([sys.executable, __file__, "compile"])
-ended = lambda: other.poll() is not None
+    os._exit(0)
+ended = lambda: os.waitid(os.P_PID, other, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 with compiled_elsewhere(ended):
     print(added(3, 4), next(iter(added.stats.cache_hits.values()), 0))
     print(added(3.0, 4.0), added.stats.cache_misses)  # the other process does not compile this one
-other.wait()
+os.waitpid(other, 0)
 """
 
 
