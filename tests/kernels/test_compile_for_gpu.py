@@ -22,7 +22,7 @@ SHARED_BYTES = {90: 232_448, 80: 101_376}
 def built(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[Report]]]:
     # A process of its own: Triton decides when it is imported whether it interprets.
     capability = int(request.param.split()[0].removeprefix("sm_"))
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _compiling) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"), _compiling) as process:
         yield capability, process.submit(compile_all, capability, request.param.endswith("every")).result()
 
 

@@ -39,7 +39,7 @@ class Compiled:
 
 def apart(function: Callable[..., T], *arguments: object) -> T:
     """Call a function in a process of its own, in which Triton compiles."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _compiling) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"), _compiling) as process:
         return process.submit(function, *arguments).result()
 
 
