@@ -7,19 +7,24 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import Result
 
-from tests.commands.tiny import computed, run
+from hydragraph.commands import train
+from tests.commands.conftest import trained  # noqa: F401
+from tests.commands.tiny import LOPSIDED, computed, run, write
+from tests.killed_once import MARK, killed_once
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 40, 300
+KILLED_AT = 4  # of 6 steps, the second of which is saved
 LOCAL = [sys.executable, "-m", "hydragraph.cli"]
 TORCHRUN = [
     sys.executable,
@@ -83,7 +88,7 @@ def ranks(pid: int, torchrun: bool) -> list[int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The curve of an undisturbed run."""
+    """The curve of an undisturbed run of so many steps that others can be struck from outside."""
     folder = tmp_path_factory.mktemp("undisturbed") / "whole"
     result = run("train", configured(folder, False))
     assert result.exit_code == 0, result.output
@@ -127,34 +132,19 @@ def test_a_run_that_is_asked_to_stop_saves_and_its_curve_goes_on(
 
 
 def test_a_rank_that_is_killed_is_restarted_and_the_curve_is_the_same(
-    undisturbed: list[dict[str, Any]], tmp_path: Path
+    trained: tuple[Path, Result],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command runs in this process, which is started already, and a thread kills the rank."""
-    config = configured(tmp_path / "cut", asynchronous=True)
-    killed_at: list[int] = []
-    ended = threading.Event()
-
-    def kill() -> None:
-        while not begun(tmp_path / "cut"):
-            if ended.wait(0.005):
-                return
-        killed_at.append(len(curve(tmp_path / "cut")))
-        os.kill(ranks(os.getpid(), torchrun=False)[-1], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        result = run("train", config, "--max-restarts", "1")
-    finally:
-        ended.set()
-        killer.join()
+    """The command runs in this process, which is started already."""
+    monkeypatch.setattr(train, "train_rank", partial(killed_once, 1, KILLED_AT))
+    result = run("train", write(tmp_path, ranks=2, strategies=LOPSIDED), "--max-restarts", "1")
     assert result.exit_code == 0, result.output
-    assert killed_at, "no rank was killed"
-    assert killed_at[0] < STEPS - 10, "too late to disturb it"
+    assert (tmp_path / MARK).exists(), "no rank was killed"
     assert "continuing from" in result.stderr
     assert "step-000000" in result.stderr
-    assert curve(tmp_path / "cut") == undisturbed
-    assert len(undisturbed) == STEPS
+    assert curve(tmp_path) == curve(trained[0])
+    assert len(curve(tmp_path)) > KILLED_AT
 
 
 @pytest.mark.thorough
