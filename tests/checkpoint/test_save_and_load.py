@@ -35,7 +35,7 @@ from tests.runtime.homes import (
 )
 from tests.thorough import thorough
 
-COUNTS = [1, 3, 4]
+COUNTS = [1, 3]
 ALL_COUNTS = [1, 2, 3, 4]
 
 
@@ -166,8 +166,10 @@ def test_any_number_of_ranks_loads_what_any_other_saved(n: int, m: int, kind: st
 
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "m"), [pair for pair in product(ALL_COUNTS, ALL_COUNTS) if 2 in pair])
-def test_two_ranks_load_what_any_number_saved_and_the_reverse(n: int, m: int, kind: str, all_results: Results) -> None:
+@pytest.mark.parametrize(("n", "m"), [pair for pair in product(ALL_COUNTS, ALL_COUNTS) if {2, 4} & {*pair}])
+def test_two_and_four_ranks_load_what_any_number_saved_and_the_reverse(
+    n: int, m: int, kind: str, all_results: Results
+) -> None:
     check_loaded(n, m, kind, all_results)
 
 
@@ -192,9 +194,10 @@ def test_the_same_ranks_resume_bit_for_bit(ranks: int, kind: str, results: Resul
 
 
 @thorough
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_resume_bit_for_bit(kind: str, all_results: Results) -> None:
-    check_resumed(2, kind, all_results)
+def test_other_numbers_of_ranks_resume_bit_for_bit(kind: str, ranks: int, all_results: Results) -> None:
+    check_resumed(ranks, kind, all_results)
 
 
 def check_resumed(ranks: int, kind: str, results: Results) -> None:
@@ -205,9 +208,9 @@ def check_resumed(ranks: int, kind: str, results: Results) -> None:
 
 
 def test_the_cases_are_what_they_claim(results: Results) -> None:
-    adam = results.saved(4, "adamw")
-    assert [snapshot.shards["tiny"][1].numel() for snapshot in adam].count(0) == 3
-    assert ["step.tiny" in snapshot.scalars for snapshot in adam].count(False) == 3
+    adam = results.saved(3, "adamw")
+    assert [snapshot.shards["tiny"][1].numel() for snapshot in adam].count(0) == 2
+    assert ["step.tiny" in snapshot.scalars for snapshot in adam].count(False) == 2
     assert {key.split(".")[1] for key in whole(adam) if key.startswith("optimizer.")} == {
         "exp_avg",
         "exp_avg_sq",
@@ -227,8 +230,9 @@ def test_plain_dcp_reads_natural_tensors(ranks: int, results: Results) -> None:
 
 @thorough
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_plain_dcp_reads_natural_tensors_of_two_ranks(all_results: Results) -> None:
-    check_plain(2, all_results)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plain_dcp_reads_natural_tensors_of_other_numbers_of_ranks(ranks: int, all_results: Results) -> None:
+    check_plain(ranks, all_results)
 
 
 def check_plain(ranks: int, results: Results) -> None:
@@ -246,10 +250,10 @@ def check_plain(ranks: int, results: Results) -> None:
 
 def test_an_error_on_one_rank_is_an_error_on_all(results: Results) -> None:
     writer, coordinator, extra, other, missing, diverged = zip(*results.errors, strict=True)
-    assert [kind for kind, _ in writer] == ["RankFailure", "OSError", "RankFailure", "RankFailure"]
+    assert [kind for kind, _ in writer] == ["RankFailure", "OSError", "RankFailure"]
     assert all("disk full" in text for _, text in writer)
     assert "rank 1 failed at `save checkpoint" in writer[0][1]
-    assert [kind for kind, _ in coordinator] == ["OSError", "RankFailure", "RankFailure", "RankFailure"]
+    assert [kind for kind, _ in coordinator] == ["OSError", "RankFailure", "RankFailure"]
     for outcomes, kind, said in (
         (extra, "ValueError", "extra['step'] is not plain data"),
         (other, "ValueError", "holds the state of AdamW, not of SGD"),
