@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from hydragraph.cluster.processes import launcher_fork
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(
@@ -92,8 +95,6 @@ def test_ranks_of_a_forked_launcher_find_what_a_new_process_finds(tmp_path: Path
     assert said.count("the launcher says") == 1  # what was not flushed yet is not said by ranks again
     assert errors.count("UserWarning: rank's own") == 3  # a warning, not the error that the launcher makes of it
     first, second, later = found
-    import torch
-
     assert first["draw"] == second["draw"] == torch.rand(2, generator=torch.Generator()).tolist()
     assert first["numpy"] != later["numpy"]
     assert first["python"] != second["python"]
@@ -107,10 +108,27 @@ def test_ranks_of_a_forked_launcher_find_what_a_new_process_finds(tmp_path: Path
     assert [rank["torch"] for rank in found] == ["by the launcher", "by the launcher", "later"]
 
 
-@pytest.mark.parametrize(
-    "kind", ["modes", pytest.param("threads", marks=thorough), pytest.param("hidden threads", marks=thorough)]
-)
+@thorough
+@pytest.mark.parametrize("kind", ["modes", "threads", "hidden threads"])
 def test_a_launcher_with_threads_or_modes_is_not_forked(kind: str, tmp_path: Path) -> None:
     _, forked, found, _ = launched(kind, tmp_path)
     assert not forked
     assert [rank["torch"] for rank in found] == [None, None]
+
+
+def test_only_a_single_thread_without_modes_or_another_server_may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_fork, "_GPUS", ())
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(threading, "current_thread", threading.main_thread)
+    monkeypatch.setattr("multiprocessing.forkserver._forkserver._forkserver_pid", None)
+    assert launcher_fork._can_fork()
+    with torch.no_grad():
+        assert not launcher_fork.ensure_forked([])
+    monkeypatch.setattr(launcher_fork, "_GPUS", (sys.executable,))
+    assert not launcher_fork.ensure_forked([])
+    monkeypatch.setattr(launcher_fork, "_GPUS", ())
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert not launcher_fork.ensure_forked([])
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr("multiprocessing.forkserver._forkserver._forkserver_pid", os.getpid())
+    assert not launcher_fork.ensure_forked([])
