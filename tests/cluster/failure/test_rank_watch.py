@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from hydragraph.cluster.communicators import Channel, Groups
+from hydragraph.cluster.failure import rank_watch
 from hydragraph.cluster.failure.failure_detector import Judge
 from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import join, launch
 from hydragraph.cluster.message_in_flight import Message
+from hydragraph.cluster.processes import launched_ranks
 from hydragraph.errors import RankFailure
 from tests.thorough import first, only
 
@@ -137,6 +139,12 @@ def test_a_killed_rank(victim: int, at: int, tmp_path: Path) -> None:
     check_survivors(tmp_path, victim, at, "killed by signal 9")
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait less long for a stopped rank's own report, which never comes."""
+    monkeypatch.setattr(launched_ranks, "_CULPRIT_S", 0.2)
+
+
 @only("3-1-runtime")
 @pytest.mark.parametrize(("victim", "at", "how"), [(1, 2, "raise"), (3, 1, "runtime"), (0, 4, "raise")])
 def test_a_raising_rank(victim: int, at: int, how: str, tmp_path: Path) -> None:
@@ -147,13 +155,15 @@ def test_a_raising_rank(victim: int, at: int, how: str, tmp_path: Path) -> None:
     check_survivors(tmp_path, victim, at, text)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"has been stopped for 2\.\d s") as caught:
-        launch(loop, RANKS, 2, 1, "stop", tmp_path, 2.0)
+    with pytest.raises(RankFailure, match=r"has been stopped for [01]\.\d s") as caught:
+        launch(loop, RANKS, 2, 1, "stop", tmp_path, 0.9)
     assert (caught.value.rank, caught.value.instruction) == (2, "receive of 2")
     check_survivors(tmp_path, 2, 1, "has been stopped")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_that_nobody_saw_die_is_found_by_its_state(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"has been stopped for 1\.\d s") as caught:
         launch(loop, RANKS, 1, 2, "vanish", tmp_path, 60.0)
@@ -166,6 +176,7 @@ def wrong_splits() -> str:
     world = join("cpu")
     watch = world.watch
     groups = Groups(world, timedelta(seconds=120), watch=watch)
+    rank_watch.PATIENCE_S = 0.5  # nobody else is found to be the cause
     with watch.step(0, describe):
         watch.at(0)
         with watch.communicating():
