@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from hydragraph.planner import metis
-from hydragraph.planner.metis.metis_walk import PIECES, partition
+from hydragraph.planner.metis import metis_walk
+from hydragraph.planner.metis.metis_walk import PIECES
 from tests.planner.metis import literal
 from tests.thorough import only, thorough
+from tests.uncompiled import uncompiled
 
 
 @only("naive")
@@ -53,7 +55,8 @@ def test_layers_are_divided_as_by_the_literal_balancer() -> None:
         times = random.uniform(0.2, 3, layers) if random.random() < 0.5 else np.ones(layers)
         share = times / times.sum()
         bounds = np.zeros(stages + 1, dtype=np.int64)
-        partition(share, np.repeat(share / PIECES, PIECES), speed, bounds)
+        with uncompiled(metis_walk):
+            metis_walk.partition(share, np.repeat(share / PIECES, PIECES), speed, bounds)
         assert bounds.tolist() == literal.divided(share.tolist(), speed.tolist())
         lost += bounds[-1] < layers
     assert lost > 10  # so Metis has it
@@ -62,5 +65,6 @@ def test_layers_are_divided_as_by_the_literal_balancer() -> None:
 def test_the_layers_go_where_speed_is() -> None:
     share = np.full(10, 0.1)
     bounds = np.zeros(3, dtype=np.int64)
-    partition(share, np.repeat(share / PIECES, PIECES), np.array([0.2, 0.8]), bounds)
+    with uncompiled(metis_walk):
+        metis_walk.partition(share, np.repeat(share / PIECES, PIECES), np.array([0.2, 0.8]), bounds)
     assert bounds.tolist() == [0, 2, 10]

@@ -1,0 +1,18 @@
+"""Functions that numba compiles, run by Python: to compile one that only a test calls takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from unittest import mock
+
+
+@contextmanager
+def uncompiled(*modules: ModuleType) -> Iterator[None]:
+    """Have Python run all compiled functions of modules, also where they call each other."""
+    with ExitStack() as patches:
+        for module in modules:
+            functions = {name: value.py_func for name, value in vars(module).items() if hasattr(value, "py_func")}
+            patches.enter_context(mock.patch.multiple(module, **functions))
+        yield
