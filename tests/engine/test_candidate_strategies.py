@@ -20,9 +20,13 @@ from tests.generations import regroup
 from tests.ready import Ready
 from tests.thorough import thorough
 
-TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
+Ways = dict[str, list[tuple[float, str]]]
+Datasheets = tuple[list[tuple[int, ...]], bool]
+
+TEXTS = ("<tp2,pp1>", "2*<tp1,pp1>", "<tp1,pp2>")
+WIDER = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
 LAYERS = 2
-# made up so that short mini-batches prefer many pipelines, and long sequences fit two devices only
+# made up so that short mini-batches prefer several pipelines, and long sequences fit two devices only
 PROFILE = Profile(
     "made up",
     {(1, 1): Constants(1e-6, 1e-4, 1e-4), (2, 1): Constants(5e-7, 7e-5, 4e-4), (1, 2): Constants(5e-7, 5e-5, 3e-4)},
@@ -40,10 +44,6 @@ def mini_batches() -> list[list[Tensor]]:
 @pytest.fixture(scope="module")
 def prepared() -> Ready:
     return Ready.of(models.llama(layers=LAYERS, vocab=97), TEXTS)
-
-
-def trained_in_all_ways(prepared: Ready) -> dict[str, list[tuple[float, str]]]:
-    return {how: trained(prepared, how) for how in ("ahead", "auto")}
 
 
 def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
@@ -79,13 +79,13 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
 def planning_processes(prepared: Ready) -> list[int]:
     """Move to another choice, in the same world and then after a failure; say which processes planned."""
     exe = prepared.executable(
-        [hg.Strategy.parse(t, layers=LAYERS) for t in TEXTS], lambda named: torch.optim.SGD(named, lr=0.1)
+        [hg.Strategy.parse(t, layers=LAYERS) for t in WIDER], lambda named: torch.optim.SGD(named, lr=0.1)
     )
     pids = []
     world, everybody = exe.world, range(exe.ranks)
     for number, batch in enumerate(mini_batches()[:3]):
         if number == 1:
-            exe.move(world, hg.Home(), everybody, strategy=list(TEXTS[:2]))
+            exe.move(world, hg.Home(), everybody, strategy=list(WIDER[:2]))
         if number == 2:
             exe.leave()
             again = regroup(1, everybody)
@@ -110,29 +110,7 @@ def test_the_process_that_plans_stays_where_strategies_and_ranks_change(prepared
     assert len(set(first)) == 1
 
 
-@pytest.fixture(scope="module")
-def ranks(prepared: Ready) -> list[dict[str, list[tuple[float, str]]]]:
-    return hg.launch(trained_in_all_ways, 4, prepared)
-
-
-@pytest.fixture(scope="module")
-def alone(prepared: Ready) -> list[tuple[float, str]]:
-    return trained(prepared, "alone")
-
-
-@pytest.mark.parametrize("how", ["ahead", "auto"])
-def test_losses_are_those_of_one_device_whatever_is_chosen(
-    how: str, ranks: list[dict[str, list[tuple[float, str]]]], alone: list[tuple[float, str]]
-) -> None:
-    every = [rank[how] for rank in ranks]
-    assert every == [every[0]] * 4
-    for (loss, _), (expected, _) in zip(every[0], alone, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-5)
-    if how == "auto":
-        assert len({strategy for _, strategy in every[0]}) > 1
-
-
-def by_datasheets(prepared: Ready) -> tuple[list[tuple[int, ...]], bool]:
+def by_datasheets(prepared: Ready) -> Datasheets:
     """Train a step on a slow and a fast device; return each pipeline's tokens, and whether losses are equal."""
     link = Interconnect(1e11, 1e-6)
     devices = (Device(1e9, 10**10, 1e12, type="slow"), Device(3e9, 10**10, 1e12, node=1, type="fast"))
@@ -150,14 +128,42 @@ def by_datasheets(prepared: Ready) -> tuple[list[tuple[int, ...]], bool]:
     return tokens, all(report.loss == pytest.approx(found[0].loss, rel=1e-5) for report in found)
 
 
+def on_ranks(prepared: Ready) -> tuple[Ways, Datasheets]:
+    return {how: trained(prepared, how) for how in ("ahead", "auto")}, by_datasheets(prepared)
+
+
+@pytest.fixture(scope="module")
+def ranks(prepared: Ready) -> list[tuple[Ways, Datasheets]]:
+    return hg.launch(on_ranks, 2, prepared)
+
+
+@pytest.fixture(scope="module")
+def alone(prepared: Ready) -> list[tuple[float, str]]:
+    return trained(prepared, "alone")
+
+
+@pytest.mark.parametrize("how", ["ahead", "auto"])
+def test_losses_are_those_of_one_device_whatever_is_chosen(
+    how: str, ranks: list[tuple[Ways, Datasheets]], alone: list[tuple[float, str]]
+) -> None:
+    every = [ways[how] for ways, _ in ranks]
+    assert every == [every[0]] * 2
+    for (loss, _), (expected, _) in zip(every[0], alone, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+    if how == "auto":
+        assert len({strategy for _, strategy in every[0]}) > 1
+
+
 def test_owners_without_costs_are_chosen_by_the_bytes_of_pushed_gradients() -> None:
     program = replace(models.captured("llama")[0], push_dtype=torch.bfloat16)
     asked = candidate_strategies._unmeasured(program, [hg.Strategy.parse("<tp1,pp1>", 2)], hg.Home(), [0])
     assert asked.push_itemsize == 2
 
 
-def test_a_cluster_gives_costs_by_its_datasheets(prepared: Ready) -> None:
-    (first, equal), other = hg.launch(by_datasheets, 2, prepared)
+def test_a_cluster_gives_costs_by_its_datasheets(
+    ranks: list[tuple[Ways, Datasheets]],
+) -> None:
+    (first, equal), other = (found for _, found in ranks)
     assert other == (first, equal)
     assert 0 < 2 * first[0][0] < first[0][1]
     assert equal
