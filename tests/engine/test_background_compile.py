@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from hydragraph.cluster.once_per_node import OfferedFile
 from hydragraph.engine.background_compile import Beforehand, Readying, _Asked, made
 from hydragraph.engine.candidate_strategies import request_of
 from hydragraph.errors import Unsupported
+from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.strategy import Strategy
-from tests.models import captured, llama, sequences
+from tests.models import sequences
+from tests.own_models import small
 from tests.ready import Ready
 from tests.thorough import first, thorough
 
-LAYERS = 2
+LAYERS = 1
 RUNNING = hg.Strategy.parse("2*<tp1,pp1>", layers=LAYERS)
 ONE = hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)
 OTHER = hg.Strategy.parse("<tp2,pp1>", layers=LAYERS)
@@ -76,7 +79,7 @@ def refuse(*_: object) -> Any:
 
 @pytest.mark.parametrize("refused", first([False], [False, True]))
 def test_ranks_switch_when_all_is_ready_and_to_nothing_that_cannot_be_run(refused: bool) -> None:
-    prepared = Ready.of(llama(layers=LAYERS), [str(RUNNING), str(ONE)])
+    prepared = Ready.of(small(LAYERS), [str(RUNNING), str(ONE)])
     one, other = hg.launch(trained, 2, prepared, refused)
     assert one == other
 
@@ -93,8 +96,13 @@ class Refusing:
         raise Unsupported("it computes something else", where="<tp2,pp1>", remedy="report it")
 
 
+@functools.cache
+def program() -> Program:
+    return hg.capture(small(LAYERS), check="off")
+
+
 def variants() -> Variants:
-    return Variants(captured("llama")[0])
+    return Variants(program())
 
 
 def test_what_a_check_refuses_is_not_handed_on() -> None:
