@@ -16,8 +16,7 @@ from hydragraph.engine.api import _given
 from hydragraph.engine.compiled_model import tensor_names, weights_hash
 from hydragraph.runtime.deterministic_sums import Deterministic
 from tests.models import captured, llama, sequences
-from tests.own_models import Own, small
-from tests.ready import small_llama
+from tests.own_models import small
 from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
@@ -40,9 +39,10 @@ def test_devices_are_measured_in_the_mode_of_a_deterministic_run() -> None:
             begins.assert_called_once_with(torch.device("cpu"), "eager")
             raise TimeoutError
 
+        program, model = captured("llama")
         plan = mock.patch("hydragraph.engine.api.plan_automatically", side_effect=measured)
         with plan, pytest.raises(TimeoutError):
-            small_llama().executable("auto", deterministic=True)
+            hg.compile(model, "auto", device="cpu", program=program, deterministic=True)
 
 
 @pytest.mark.parametrize(("joining", "elastic", "ranks"), [(False, False, 1), (True, False, None), (False, True, None)])
@@ -59,8 +59,9 @@ def test_a_compiled_folder_is_read_by_any_number_of_ranks_of_an_elastic_run(
 
 def test_an_old_gpu_is_refused_before_a_step() -> None:
     refusal = hg.Unsupported("too old", where="varlen_attention", remedy="use newer GPUs")
+    program, model = captured("llama")
     with mock.patch("hydragraph.engine.api.check_gpu", side_effect=refusal), pytest.raises(hg.Unsupported, match="old"):
-        small_llama().executable("<tp1,pp1>")
+        hg.compile(model, STRATEGY, device="cpu", program=program)
 
 
 def of_other_layers() -> nn.Module:
@@ -163,7 +164,7 @@ def with_losses_that_differ() -> list[str]:
     rank, said = torch.distributed.get_rank(), []
     for loss in (Smoothed(0.1 * rank, 1.0), Smoothed(0.0, 1.0 + rank)):
         with pytest.raises(ValueError, match="ranks differ in") as refused:
-            hg.compile(Own(layers=1), hg.Strategy.parse("2*<tp1,pp1>", 1), loss=loss, check="off", device="cpu")
+            hg.compile(small(), hg.Strategy.parse("2*<tp1,pp1>", 1), loss=loss, check="off", device="cpu")
         said.append(str(refused.value).removeprefix("ranks differ in ").partition(":")[0])
     return said
 
