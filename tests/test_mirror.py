@@ -41,7 +41,6 @@ ELSEWHERE = {
     "commands/captured_model.py": ("commands/test_check.py", "models that are checked without weights"),
     "commands/chaos.py": ("test_elastic_run.py", "a run with faults, compared with an undisturbed one"),
     "commands/compile_ahead.py": ("commands/test_compile.py", "what is compiled, and proven"),
-    "commands/compile_data.py": ("commands/test_show_folder.py", "what a folder knows of a model"),
     "commands/compile_files.py": ("commands/test_compile.py", "the folder that the verb writes"),
     "commands/export.py": ("test_finetuning.py", "runs of adapters, and of all weights, exported"),
     "commands/launch_process.py": ("commands/test_train.py", "ranks of a launcher, and restarts"),

@@ -178,8 +178,8 @@ def compile_quietly(
         with _threads_of_a_rank(config.ranks), _gpu(arch, built):
             sums = Deterministic("") if config.deterministic else None
             compiled = [_compiled(compiler, strategy, micro_batches, sums) for strategy in parsed]
-        summary = summarise(program, compiler, compiled, seconds)
-        write_folder(output, program, summary, compiler.variants, compiled, owners.home)
+        summary = summarise(program, compiler, compiled, str(owners.home), seconds)
+        write_folder(output, program, summary, compiler.variants, compiled)
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
         library_model = LibraryModel.of(model, program.dtype, loss["example"], loss["loss"], None)
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from hydragraph.commands.compile_ahead import CompiledStrategy, CompiledVariant, Compiler, StrategyRecord, VariantRecord
-from hydragraph.commands.compile_data import model_data
 from hydragraph.commands.compile_kernels import FOLDER as CUBINS
 from hydragraph.commands.compile_kernels import KERNELS
 from hydragraph.commands.readable_graphs import backward_code, forward_code
@@ -19,7 +18,6 @@ from hydragraph.frontend.compiled_folder.inductor_code import FILE as CODE
 from hydragraph.frontend.compiled_folder.manifest import NAME
 from hydragraph.ir.program import Program, template_text
 from hydragraph.ir.shared_programs_text import program_texts
-from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.version import __version__
@@ -40,6 +38,7 @@ class Summary:
     parameters: int
     fingerprint: str
     ranks: int
+    home: str
     backend: str
     device: str
     capture_seconds: float
@@ -52,7 +51,7 @@ class Summary:
 
 
 def summarise(
-    program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
+    program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], home: str, capture_seconds: float
 ) -> Summary:
     return Summary(
         hydragraph=__version__,
@@ -63,6 +62,7 @@ def summarise(
         parameters=sum(parameter.size for parameter in program.parameters.values()),
         fingerprint=program.fingerprint,
         ranks=compiler.ranks,
+        home=home,
         backend=compiler.backend,
         device=str(compiler.device),
         capture_seconds=capture_seconds,
@@ -84,14 +84,12 @@ def write_folder(
     summary: Summary,
     variants: Sequence[CompiledVariant],
     strategies: Sequence[CompiledStrategy],
-    home: Home,
 ) -> None:
     """Write the readable files and replace earlier ones; `frontend.compiled_folder.save` writes the other files.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
     strategies/FOLDER/      strategy.yaml, and the files of `ir.shared_programs_text`
-    strategies/model.json   data for `hydragraph show` (`commands.compile_data`)
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +108,6 @@ def write_folder(
     for strategy in strategies:
         if strategy.programs is not None:
             _write_strategy(folder / "strategies" / strategy.record.folder, strategy)
-    model_data(program, variants, home, summary.ranks).save(folder)
     _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
 
 

@@ -152,7 +152,7 @@ def _show_folder(path: Path, options: ShowOptions) -> None:
     if options.output is not None:
         from hydragraph.commands.show_schedule import write_schedule
 
-        write_schedule(strategies, folder.data.outline, options.output, rank)
+        write_schedule(strategies, folder.program.outline, options.output, rank)
         print(options.output)
 
 
@@ -175,7 +175,7 @@ def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOpt
     if options.kernels:
         yield kernel_lines(folder)
     if options.schedule:
-        yield schedule_lines(found, folder.data.outline, rank)
+        yield schedule_lines(found, folder.program.outline, rank)
     if options.diff is not None:
         yield _differences(folder, found, options.diff)
 

@@ -12,13 +12,14 @@ from hydragraph.report.number_text import bytes_text, counts_text
 
 _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
-    *("ranks", "backend", "device", "hydragraph", "torch"),
+    *("ranks", "backend", "device", "hydragraph", "torch", "home"),
 )
 _LONG = 4000  # lines; longer files are not compared line by line
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    differences = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
+    graphs = _files(one.path / "graphs", other.path / "graphs", "graphs", "*.py")
+    differences = [*_settings(one, other), *graphs, *_strategies(one, other)]
     yield f"{one.path} -> {other.path}"
     yield from shortened(differences or ["  no differences in model, graphs, strategies and programs"], rows=60)
 
@@ -30,21 +31,19 @@ def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
         after = getattr(other.summary, name)
         if before != after:
             yield f"  {titles.get(name, name)}: {before} -> {after}"
-    if one.data.home != other.data.home:
-        yield f"  home: {one.data.home} -> {other.data.home}"
     if (one.path / "program.txt").read_bytes() != (other.path / "program.txt").read_bytes():
         yield "  program.txt differs: the captured models differ"
 
 
-def _graphs(one: Path, other: Path) -> Iterator[str]:
-    before, after = ({file.name: file for file in (path / "graphs").glob("*.py")} for path in (one, other))
+def _files(one: Path, other: Path, kind: str, pattern: str) -> Iterator[str]:
+    before, after = ({file.name: file for file in path.glob(pattern)} for path in (one, other))
     for what, names in (("gone", before.keys() - after.keys()), ("new", after.keys() - before.keys())):
         if names:
-            yield f"  graphs {what}: {', '.join(sorted(names)[:6])}" + " ..." * (len(names) > 6)
+            yield f"  {kind} {what}: {', '.join(sorted(names)[:6])}" + " ..." * (len(names) > 6)
     for name in sorted(before.keys() & after.keys()):
         change = _lines_changed(before[name].read_text(encoding="utf-8"), after[name].read_text(encoding="utf-8"))
         if change:
-            yield f"  graphs/{name}: {change}"
+            yield f"  {one.name}/{name}: {change}"
 
 
 def _lines_changed(before: str, after: str) -> str:
@@ -64,7 +63,8 @@ def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
     yield from (f"  strategy new: {name}" for name in after if name not in before)
     for name in before:
         if name in after:
-            differences = [*_facts(before[name], after[name]), *_programs(before[name], after[name])]
+            programs = _files(before[name].folder, after[name].folder, "programs", "*.txt")
+            differences = [*_facts(before[name], after[name]), *programs]
             if differences:
                 yield f"  under {name}"
                 yield from (f"  {line}" for line in differences)
@@ -113,18 +113,6 @@ def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
             groups.setdefault(f"{before} as before, with a different program", []).append(rank)
     for change, ranks in groups.items():
         yield f"  {ranks_text(ranks)}: {change}"
-
-
-def _programs(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    if len(one.programs) != len(other.programs):
-        return
-    changed: dict[tuple[int, int], list[int]] = {}
-    for rank, pair in enumerate(zip(one.programs.kinds, other.programs.kinds, strict=True)):
-        if one.programs[rank] != other.programs[rank]:
-            changed.setdefault(pair, []).append(rank)
-    for ranks in changed.values():
-        change = _lines_changed(str(one.programs[ranks[0]]), str(other.programs[ranks[0]]))
-        yield f"  program of {ranks_text(ranks)}: {change}"
 
 
 def _place(header: RankProgram) -> str:

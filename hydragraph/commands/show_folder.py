@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, TypeVar
 
 from hydragraph.commands.compile_ahead import StrategyRecord
-from hydragraph.commands.compile_data import ModelData
 from hydragraph.commands.compile_files import SUMMARY, Summary
-from hydragraph.ir.shared_programs_text import read_programs, runs_text
+from hydragraph.cost.compiled_blocks import CompiledBlocks
+from hydragraph.frontend.compiled_folder.load import CompiledFolder, read_graphs
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.program import Program
+from hydragraph.ir.shared_programs import SharedPrograms
+from hydragraph.ir.shared_programs_text import runs_text
+from hydragraph.passes.pipeline import shared_programs
+from hydragraph.passes.variants import Variants
 from hydragraph.report.number_text import bytes_text, counts_text
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
-
-if TYPE_CHECKING:
-    from hydragraph.ir.shared_programs import SharedPrograms
 
 WIDTH = 100  # printed columns
 ROWS = 24  # maximum printed rows of a list
-
-Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -31,53 +32,69 @@ class ShownStrategy:
     """One strategy of a compiled folder; its files are read on demand."""
 
     record: StrategyRecord
-    folder: Path
+    whole: ShownFolder
 
     @property
     def name(self) -> str:
         return self.record.strategy
 
+    @property
+    def folder(self) -> Path:
+        return self.whole.path / "strategies" / self.record.folder
+
     @cached_property
     def strategy(self) -> Strategy:
-        return self._read(lambda: Strategy.load(self.folder / "strategy.yaml"))
+        try:
+            return Strategy.load(self.folder / "strategy.yaml")
+        except FileNotFoundError:
+            raise ValueError(
+                f"{self.folder}: strategy.yaml is missing: write the folder again with hydragraph compile"
+            ) from None
 
     @cached_property
     def programs(self) -> SharedPrograms:
-        files = list(self.folder.glob("*.txt"))
-        return self._read(lambda: read_programs({file.name: file.read_text(encoding="utf-8") for file in files}))
-
-    def _read(self, read: Callable[[], Read]) -> Read:
-        try:
-            return read()
-        except FileNotFoundError as error:
-            missing = Path(str(error.filename)).name
-            raise ValueError(
-                f"{self.folder}: {missing} is missing: write the folder again with hydragraph compile"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"{self.folder}: {error}") from None
+        ranks = self.whole.summary.ranks
+        return shared_programs(self.whole.program.outline, self.strategy, self.record.micro_batches, ranks=ranks)
 
 
 @dataclass(frozen=True)
 class ShownFolder:
-    """A compiled folder: its summary, the model's sizes, and the strategies that fit."""
+    """A compiled folder: its summary, its graphs (read on demand), and the strategies that fit."""
 
     path: Path
     summary: Summary
-    strategies: tuple[ShownStrategy, ...]
 
     @classmethod
     def open(cls, path: Path) -> ShownFolder:
         """Open a folder; raise a ValueError unless `hydragraph compile` wrote it."""
         if not (path / SUMMARY).is_file():
             raise ValueError(f"{path} contains no {SUMMARY}: pass a folder that hydragraph compile --output wrote")
-        summary = Summary.load(path)
-        fitting = (record for record in summary.strategies if not record.problem)
-        return cls(path, summary, tuple(ShownStrategy(shown, path / "strategies" / shown.folder) for shown in fitting))
+        return cls(path, Summary.load(path))
 
     @cached_property
-    def data(self) -> ModelData:
-        return ModelData.load(self.path)
+    def strategies(self) -> tuple[ShownStrategy, ...]:
+        return tuple(ShownStrategy(record, self) for record in self.summary.strategies if not record.problem)
+
+    @cached_property
+    def _graphs(self) -> CompiledFolder:
+        return read_graphs(self.path)
+
+    @property
+    def program(self) -> Program:
+        return self._graphs.program
+
+    @cached_property
+    def variants(self) -> Variants:
+        inductor = self.summary.backend == "inductor"
+        return Variants(self.program, fused_head=inductor, added=not inductor, library=self._graphs)
+
+    @cached_property
+    def blocks(self) -> CompiledBlocks:
+        return CompiledBlocks(self.program, self.variants.get)
+
+    @cached_property
+    def homes(self) -> HomeLayouts:
+        return HomeLayouts(Home.parse(self.summary.home), self.summary.ranks)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
         """Return the strategies that `texts` names by text, fingerprint, folder or number; all if it is empty.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hydragraph.commands.compile_data import RecordedBlocks
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import Walk
 from hydragraph.cost.traffic_bytes import HomeTraffic
-from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
@@ -80,7 +78,6 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
 
 
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
-    ranks = folder.data.ranks
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
-    traffic = HomeTraffic(HomeLayouts(folder.data.owners, ranks).of)
-    return Walk(RecordedBlocks(folder.data), each.strategy, batches, rank, ranks, traffic=traffic)
+    traffic = HomeTraffic(folder.homes.of)
+    return Walk(folder.blocks, each.strategy, batches, rank, folder.summary.ranks, traffic=traffic)

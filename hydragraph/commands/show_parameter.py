@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, ranks_text, shortened, unknown
-from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.passes.place import PlacedStage, place
 from hydragraph.report.number_text import bytes_text
@@ -19,7 +18,7 @@ def parameter_lines(
     bucket, parameter = _find(folder, name)
     yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
     yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"
-    yield f"home ({folder.data.home}; fp32 weights and optimizer state; elements ordered by the sharded dimension)"
+    yield f"home ({folder.summary.home}; fp32 weights and optimizer state; elements ordered by the sharded dimension)"
     yield from shortened(list(_owners(folder, bucket, parameter, rank)), more=": --rank N shows one")
     for strategy in strategies:
         yield f"under {strategy.name}"
@@ -27,7 +26,7 @@ def parameter_lines(
 
 
 def _find(folder: ShownFolder, name: str) -> tuple[Bucket, Parameter]:
-    by_name = {p.name: (bucket, p) for bucket in folder.data.buckets for p in bucket.parameters}
+    by_name = {p.name: (bucket, p) for bucket in folder.program.buckets for p in bucket.parameters}
     if name not in by_name:
         raise ValueError(unknown("parameter", name, list(by_name), "the model has"))
     return by_name[name]
@@ -43,7 +42,7 @@ def _cut(parameter: Parameter) -> str:
 
 
 def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int | None) -> Iterator[str]:
-    home = HomeLayouts(folder.data.owners, folder.data.ranks).of(bucket)
+    home = folder.homes.of(bucket)
     start = bucket.offsets()[parameter.name]
     owned: list[tuple[int, int, int, int]] = []
     rows = zip(home.rank.tolist(), home.lo.tolist(), home.hi.tolist(), home.copy.tolist(), strict=True)
@@ -66,13 +65,13 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
 def _users(
     folder: ShownFolder, each: ShownStrategy, bucket: Bucket, parameter: Parameter, rank: int | None
 ) -> Iterator[str]:
-    placement = place(folder.data.outline, each.strategy, [1] * len(each.strategy.pipelines))
+    placement = place(folder.program.outline, each.strategy, [1] * len(each.strategy.pipelines))
     holders = dict(placement.holders).get(bucket.name, ())
     stages = [placement.stage_of[ranks[0]] for ranks in holders if rank is None or rank in ranks]
     if not stages:
         yield "  this rank does not use the parameter" if rank is not None else "  no rank uses the parameter"
     for stage in stages:
-        yield from _stage(stage, parameter, folder.data.sizes.itemsize, rank)
+        yield from _stage(stage, parameter, folder.program.dtype.itemsize, rank)
 
 
 def _stage(stage: PlacedStage, parameter: Parameter, itemsize: int, rank: int | None) -> Iterator[str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.commands.compile_data import at, placed_layouts
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
+from hydragraph.cost.collective_bytes import collective_bytes
+from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.link_bytes import Traffic, moved
 from hydragraph.ir.instruction import Op
 from hydragraph.passes.place import place
+from hydragraph.passes.weight_layouts import layouts
 from hydragraph.report.number_text import bytes_text
+from hydragraph.spec.stage_kind import StagePart
 
 FEW = 8  # maximum ranks or nodes in a matrix
 KINDS = {
@@ -48,23 +52,28 @@ def traffic_lines(
 
 
 def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
-    placed = placed_layouts(folder.data, each.strategy)
+    program = folder.program
+    placed = layouts(program, each.strategy, folder.homes.by_name(program.buckets))
     return {
-        "pull": moved(placed, "pull", folder.data.sizes.itemsize),
-        "push": moved(placed, "push", folder.data.sizes.itemsize),
+        "pull": moved(placed, "pull", program.dtype.itemsize),
+        "push": moved(placed, "push", program.dtype.itemsize),
         "tp": Traffic.of(_within_stages(folder, each, tokens), 0),
         "pp": Traffic.of(_between_stages(folder, each, tokens), 0),
     }
 
 
 def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
-    data = folder.data
+    first = {block.template: block for block in folder.program.blocks}
+
+    @cache
+    def sent(template: str, part: StagePart) -> int:
+        return collective_bytes(folder.variants.get(first[template], part), part, MicroBatch(tokens, 1))
+
     pairs: dict[tuple[int, int], int] = {}
-    for stage in place(data.outline, each.strategy, each.record.micro_batches).stages:
-        names = [data.outline.blocks[position] for position in stage.positions]
+    for stage in place(folder.program.outline, each.strategy, each.record.micro_batches).stages:
+        templates = [folder.program.blocks[position].template for position in stage.positions]
         for index, rank in enumerate(stage.ranks if len(stage.ranks) > 1 else ()):
-            part = stage.part_of(rank)
-            once = sum(at(data.block(name, part).sent, tokens) for name in names)
+            once = sum(sent(template, stage.part_of(rank)) for template in templates)
             pairs[rank, stage.ranks[(index + 1) % len(stage.ranks)]] = once * len(stage.micro_batches)
     return pairs
 
@@ -72,7 +81,7 @@ def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dic
 def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
     programs = each.programs
     sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
-    size = tokens * folder.data.sizes.hidden_bytes
+    size = tokens * folder.blocks.hidden_bytes
     pairs: dict[tuple[int, int], int] = {}
     for rank, (kind, peers) in enumerate(zip(programs.kinds, programs.peers, strict=True)):
         for place_of in sends[kind]:

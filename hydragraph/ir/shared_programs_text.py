@@ -1,4 +1,4 @@
-"""Texts of shared programs, and their parser: one text per kind of program, and a table of ranks.
+"""Texts of shared programs: one text per kind of program, and a table of ranks.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A
@@ -11,12 +11,11 @@ A rank's row gives its values of R, P, T, A, B, ... in its kind's text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 
-from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
-from hydragraph.ir.shared_programs import Peers, SharedPrograms
+from hydragraph.ir.rank_program import RankProgram, to_text
+from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.spec.home_text import consecutive
 
 TABLE = "ranks.txt"
@@ -31,12 +30,6 @@ _LEGEND = """\
 _COLUMNS = ("rank", "kind", "P", "T", "peers")
 _NOBODY = "-"
 _PEER = re.compile(r"(-> rank |<- rank |>)(\d+)\b")
-_LETTERS = re.compile(r"(-> rank |<- rank |>)([A-Z]+)\b")
-_RUN = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-def file_of(kind: int) -> str:
-    return f"program_{kind}.txt"
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
@@ -45,21 +38,9 @@ def program_texts(programs: SharedPrograms) -> dict[str, str]:
         ranks = programs.of_kind(kind)
         header = replace(programs.headers[ranks[0]], instructions=body)
         count = f"{len(ranks)} ranks run" if len(ranks) > 1 else "1 rank runs"
-        texts[file_of(kind)] = f"# Kind {kind}, which {count}: {runs_text(ranks)}. See {TABLE}.\n{_pattern(header)}"
+        comment = f"# Kind {kind}, which {count}: {runs_text(ranks)}. See {TABLE}."
+        texts[f"program_{kind}.txt"] = f"{comment}\n{_pattern(header)}"
     return texts
-
-
-def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
-    """Parse the output of `program_texts`; a ValueError names the file and line."""
-    rows = list(_rows(_text(texts, TABLE)))
-    patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
-    rank_parts = []
-    for number, (line, kind, pipelines, tp, peers) in enumerate(rows):
-        rank_parts.append((_header(patterns[kind], number, line, pipelines, tp), patterns[kind].instructions, peers))
-    try:
-        return SharedPrograms.gather(rank_parts)
-    except ValueError as error:
-        raise ValueError(f"{TABLE}: {error}") from None
 
 
 def runs_text(numbers: Sequence[int]) -> str:
@@ -89,71 +70,6 @@ def _pattern(program: RankProgram) -> str:
     return f"{head}  strategy {strategy}  {place}\n{lettered}"
 
 
-def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
-    name = file_of(kind)
-    text = _text(texts, name)
-    degree = re.search(r", tp (\d+) \(ranks T\)", text)
-    numbers = " ".join(map(str, range(int(degree[1])))) if degree else ""
-    text = re.sub(r"^rank R of ", "rank 0 of ", text, count=1, flags=re.MULTILINE)
-    text = _numbered_pipelines(text).replace("(ranks T)", f"(ranks {numbers})", 1)
-    text = _LETTERS.sub(lambda match: match[1] + str(_number(match[2])), text)
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _numbered_pipelines(text: str) -> str:
-    shared = count()
-    one = re.search(r"layers [\d-]+ \+ ", text.partition("\n(")[0]) is not None
-    return re.sub(r"pipeline P, stage", lambda _: f"pipeline {0 if one else next(shared)}, stage", text)
-
-
-def _header(pattern: RankProgram, rank: int, line: int, pipelines: tuple[int, ...], tp: tuple[int, ...]) -> RankProgram:
-    if len(pipelines) != len(pattern.roles) or len(tp) != len(pattern.tp):
-        raise ValueError(
-            f"{TABLE}, line {line}: expected {len(pattern.roles)} pipelines in column P and {len(pattern.tp)} ranks in "
-            f"column T, as in the kind's text, found {len(pipelines)} pipelines and {len(tp)} ranks"
-        )
-    roles = tuple(
-        Role(pipeline, role.stage, role.micro_batches) for pipeline, role in zip(pipelines, pattern.roles, strict=True)
-    )
-    return replace(pattern, rank=rank, roles=roles, tp=tp, instructions=())
-
-
-_Row = tuple[int, int, tuple[int, ...], tuple[int, ...], Peers]
-
-
-def _rows(text: str) -> Iterator[_Row]:
-    expected = 0
-    for line, raw in enumerate(text.splitlines(), start=1):
-        cells = raw.partition("#")[0].split()
-        if not cells or tuple(cells) == _COLUMNS:
-            continue
-        if len(cells) != len(_COLUMNS) or cells[0] != str(expected) or not cells[1].isdecimal():
-            raise ValueError(
-                f"{TABLE}, line {line}: expected rank {expected}, its kind, P, T and peers, found {raw.strip()!r}"
-            )
-        try:
-            pipelines = tuple(n for part in cells[2].split("+") for n in _numbers(part))
-            yield line, int(cells[1]), pipelines, _numbers(cells[3]), _numbers(cells[4])
-        except ValueError as error:
-            raise ValueError(f"{TABLE}, line {line}: {error}") from None
-        expected += 1
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    if text == _NOBODY:
-        return ()
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = _RUN.fullmatch(part)
-        if match is None:
-            raise ValueError(f"expected numbers such as 0-7,12, or - for none, found {text!r}")
-        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(numbers)
-
-
 def _letters(number: int) -> str:
     letters = ""
     number += 1
@@ -161,16 +77,3 @@ def _letters(number: int) -> str:
         number, place = divmod(number - 1, 26)
         letters = chr(ord("A") + place) + letters
     return letters
-
-
-def _number(letters: str) -> int:
-    number = 0
-    for letter in letters:
-        number = 26 * number + ord(letter) - ord("A") + 1
-    return number - 1
-
-
-def _text(texts: Mapping[str, str], name: str) -> str:
-    if name not in texts:
-        raise ValueError(f"{name} is missing")
-    return texts[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,19 +97,12 @@ def load(
         again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
         remedy = f"start {manifest.ranks} ranks, or write the folder again: {again}"
         raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, but this run has {ranks}", remedy)
-    contents = {path: read_file(folder, path, manifest.files) for path in manifest.files}
-    missing = {PROGRAM, *(entry.file for entry in manifest.variants.values())} - contents.keys()
-    if missing:
-        raise Refused(folder, f"{NAME} does not list {min(missing):.200}")
-    try:
-        program = program_of(read_json(contents[PROGRAM], PROGRAM))
-    except ValueError as error:
-        raise Refused(folder, f"{PROGRAM}: {error}") from None
+    loaded, contents = _read(folder, manifest, manifest.files)
+    program = loaded.program
     if dtype not in (None, program.dtype):
         remedy = f"pass dtype={program.dtype}, or write the folder again with the dtype that you need"
         raise Refused(folder, f"it computes in {program.dtype}, but 'dtype' is {dtype}", remedy)
     _refuse_more(folder, manifest)
-    graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
     if trust and FILE in contents:
         load_code(contents[FILE], folder, manifest.versions.get(GPU))
     elif FILE in contents:
@@ -117,7 +110,27 @@ def load(
     seconds = time.perf_counter() - began
     count = len(manifest.variants)
     _LOG.info("loaded %s from %s, %d variants, in %.2f s", program.model, folder, count, seconds)
-    return CompiledFolder(folder, manifest, program, graphs)
+    return loaded
+
+
+def read_graphs(folder: Path) -> CompiledFolder:
+    """Read a compiled folder's program and graphs, even if other versions wrote them.
+
+    Raises:
+        Refused: a file is missing or damaged.
+    """
+    return _read(folder, read_manifest(folder), ())[0]
+
+
+def _read(folder: Path, manifest: FolderManifest, others: Iterable[str]) -> tuple[CompiledFolder, Mapping[str, bytes]]:
+    graphs = {entry.file for entry in manifest.variants.values()}
+    paths = dict.fromkeys([*others, *sorted({PROGRAM, *graphs})])
+    contents = {path: read_file(folder, path, manifest.files) for path in paths}
+    try:
+        program = program_of(read_json(contents[PROGRAM], PROGRAM))
+    except ValueError as error:
+        raise Refused(folder, f"{PROGRAM}: {error}") from None
+    return CompiledFolder(folder, manifest, program, {path: contents[path] for path in graphs}), contents
 
 
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
