@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 PACKAGE = str(Path(__file__).parents[2])  # folder that contains this package
+GONE = (EOFError, OSError, pickle.UnpicklingError)  # raised by `Worker.ask` if the process ends
 
 
 def start_module(
@@ -27,3 +31,41 @@ def start_module(
         env={**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(every))},
         **options,
     )
+
+
+class Worker:
+    """A process whose module calls `serve`."""
+
+    def __init__(self, module: str) -> None:
+        self.process = start_module(module, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self, question: object) -> Any:
+        stdin = cast(IO[bytes], self.process.stdin)
+        pickle.dump(question, stdin)
+        stdin.flush()
+        return pickle.load(cast(IO[bytes], self.process.stdout))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                cast(IO[bytes], pipe).close()
+
+
+def serve(prepare: Callable[[], Callable[[Any], object]]) -> None:
+    """Answer a `Worker`'s questions with the function that `prepare` returns, until stdin closes."""
+    # Signals reach the whole process group, but training may need an answer to finish a step.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    output = sys.stdout.buffer
+    # Output of libraries must not mix with the answers.
+    sys.stdout = sys.stderr
+    answer = prepare()
+    while True:
+        try:
+            question = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(answer(question), output)
+        output.flush()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import queue
-import subprocess
 import threading
-from typing import IO, cast
+from typing import cast
 
-from hydragraph.cluster.module_process import start_module
+from hydragraph.cluster.module_process import GONE, Worker
 from hydragraph.errors import Unsupported
 from hydragraph.planner.request import Answer, PlanRequest
 
@@ -19,7 +17,6 @@ Lengths = tuple[int, ...]
 
 # Maximum attempts to plan one mini-batch.
 ATTEMPTS = 3
-_GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 class PlanService:
@@ -37,9 +34,9 @@ class PlanService:
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
         self._plans: dict[Lengths, Answer | None] = {}  # None: not planned yet
         self._changed = threading.Condition()
-        self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
+        self._workers: list[Worker | None] = [None] * workers
         self._number = 0  # version of the request
-        self._told = [0] * workers  # each process's version of the request
+        self._told = [-1] * workers  # each process's version of the request; -1: none
         self._closed = False
         self.replaced = 0
         self.answered = False
@@ -85,15 +82,16 @@ class PlanService:
         # Wake threads that wait for a mini-batch or an answer.
         for _ in self._threads:
             self._jobs.put(None)
-        for process in self._processes:
-            if process is not None:
-                process.kill()
+        for worker in self._workers:
+            if worker is not None:
+                worker.process.kill()
         for thread in self._threads:
             thread.join()
 
     @property
     def pids(self) -> list[int]:
-        return [p.pid for p in self._processes if p is not None and p.poll() is None]
+        processes = [worker.process for worker in self._workers if worker is not None]
+        return [process.pid for process in processes if process.poll() is None]
 
     def _tend(self, index: int) -> None:
         while (lengths := self._jobs.get()) is not None and not self._closed:
@@ -110,27 +108,18 @@ class PlanService:
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
-        process = self._processes[index]
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                cast(IO[bytes], pipe).close()
+        self._end(index)
 
     def _answered(self, index: int, lengths: Lengths) -> Answer:
         for _ in range(ATTEMPTS):
             try:
                 return self._ask(index, lengths)
-            except _GONE:
+            except GONE:
                 if self._closed:
                     break
                 self.replaced += 1
                 _LOG.info("planning process %d died; another process plans its mini-batch", index)
-                process = self._processes[index]
-                self._processes[index] = None
-                if process is not None:
-                    process.kill()
-                    process.wait()
+                self._end(index)
             except Exception as raised:  # keep this thread alive
                 return Answer(None, raised, 0.0)
         died = Unsupported(
@@ -141,25 +130,15 @@ class PlanService:
         return Answer(None, died, 0.0)
 
     def _ask(self, index: int, lengths: Lengths) -> Answer:
-        process = self._processes[index] or self._start(index)
-        stdin = cast(IO[bytes], process.stdin)
-        if self._told[index] != self._number:
-            self._tell(index, stdin)
-        pickle.dump(lengths, stdin)
-        stdin.flush()
-        answer = cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
+        worker = self._workers[index] = self._workers[index] or Worker("hydragraph.engine.planning_worker")
+        with self._changed:
+            request = None if self._told[index] == self._number else self._request
+            self._told[index] = self._number
+        answer = cast(Answer, worker.ask((request, lengths)))
         self.answered = True
         return answer
 
-    def _start(self, index: int) -> subprocess.Popen[bytes]:
-        process = start_module("hydragraph.engine.planning_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._processes[index] = process
-        self._tell(index, cast(IO[bytes], process.stdin))
-        return process
-
-    def _tell(self, index: int, stdin: IO[bytes]) -> None:
-        with self._changed:
-            self._told[index] = self._number
-            request = self._request
-        pickle.dump(request, stdin)
-        stdin.flush()
+    def _end(self, index: int) -> None:
+        worker, self._workers[index], self._told[index] = self._workers[index], None, -1
+        if worker is not None:
+            worker.end()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
-import subprocess
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, cast
+from functools import partial
+from typing import cast
 
-from hydragraph.cluster.module_process import start_module
+from hydragraph.cluster.module_process import GONE, Worker
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
@@ -30,7 +28,6 @@ _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this time, a search returns its best plan so far
 ATTEMPTS = 2  # attempts per question, because the system may kill the process
-_GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the remaining ranks"
 
 
@@ -185,7 +182,7 @@ class Replanner:
     """A planning process that answers one question at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
         self._answer: Replanned | None = None
         self._unwanted = False
@@ -200,12 +197,11 @@ class Replanner:
 
     @property
     def process(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._worker is None else self._worker.process.pid
 
     def start(self) -> None:
         self._closing = False
-        if self._process is None:
-            self._process = _started()
+        self._worker = self._worker or _started()
 
     def ask(self, question: ReplanQuestion) -> None:
         """Send a question to the planning process; if the process dies, restart it once."""
@@ -228,38 +224,30 @@ class Replanner:
 
     def close(self) -> None:
         self._closing = True
-        while (process := self._process) is not None:
-            process.kill()
+        while (worker := self._worker) is not None:
+            worker.process.kill()
             if self._thread is not None:
                 self._thread.join()  # before the pipes that the thread reads are closed
-            if self._process is process:
-                self._end(process)
+            if self._worker is worker:
+                self._end(worker)
 
     def _serve(self, question: ReplanQuestion) -> None:
         for _ in range(ATTEMPTS):
-            process = self._process = self._process or _started()
+            worker = self._worker = self._worker or _started()
             if self._closing:
                 return  # `close` ends the process
             try:
-                pickle.dump(question, cast(IO[bytes], process.stdin))
-                cast(IO[bytes], process.stdin).flush()
-                self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
+                self._answer = cast(Replanned, worker.ask(question))
                 return
-            except _GONE as error:
+            except GONE as error:
                 self._answer = Replanned(refused=f"the planning process has ended ({error!r})")
-                self._end(process)
+                self._end(worker)
                 if self._closing or self._unwanted:
                     return
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = None
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                cast(IO[bytes], pipe).close()
+    def _end(self, worker: Worker) -> None:
+        self._worker = None
+        worker.end()
 
 
-def _started() -> subprocess.Popen[bytes]:
-    worker = "hydragraph.train.stragglers.replanning_worker"
-    return start_module(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+_started = partial(Worker, "hydragraph.train.stragglers.replanning_worker")

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 import hydragraph as hg
+from hydragraph.cluster import module_process
 from hydragraph.cost.corrections import COMPUTING, Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
@@ -23,7 +24,6 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
-from hydragraph.train.stragglers import background_replanning
 from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion, costs_of, replan
 from hydragraph.train.stragglers.monitor import predict
 from tests.models import llama
@@ -115,13 +115,13 @@ def test_a_process_that_died_is_started_again_and_asked_again() -> None:
     planner = Replanner()
     try:
         planner.start()
-        first = planner._process
+        first = planner._worker
         assert first is not None
-        first.kill()
-        first.wait()
+        first.process.kill()
+        first.process.wait()
         answer = _answer(planner)
         assert answer.refused == ""
-        assert planner._process is not first
+        assert planner._worker is not first
     finally:
         planner.close()
 
@@ -129,12 +129,11 @@ def test_a_process_that_died_is_started_again_and_asked_again() -> None:
 def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def ends_at_once() -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        started.append(process)
-        return process
+    def ends_at_once(_: str, **pipes: int) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", ""], **pipes))
+        return started[-1]
 
-    monkeypatch.setattr(background_replanning, "_started", ends_at_once)
+    monkeypatch.setattr(module_process, "start_module", ends_at_once)
     planner = Replanner()
     answer = _answer(planner)
     planner.close()
@@ -162,8 +161,8 @@ def test_who_plans_ends_with_a_question_under_way() -> None:
     """As at the end of a run, or where another rank leads by now."""
     planner = Replanner()
     planner.start()
-    process = planner._process
-    assert process is not None
+    assert planner._worker is not None
+    process = planner._worker.process
     process.send_signal(signal.SIGSTOP)  # it will not answer
     planner.ask(question(Health({1: 5.42})))
     planner.close()
@@ -184,9 +183,9 @@ def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays
             time.sleep(0.02)
         assert not planner.busy
         assert planner.answer() is None
-        process = planner._process
+        worker = planner._worker
         assert not _answer(planner).refused
-        assert planner._process is process
+        assert planner._worker is worker
     finally:
         planner.close()
 
