@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.commands.launch_process import quieten
+from hydragraph.commands.progress import Say
 from hydragraph.errors import Unsupported
 from hydragraph.train.config import TrainConfig
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.strategy import Strategy
+    from hydragraph.train.plan_input import CostFiles
 
 
 def meta_model(config: TrainConfig) -> nn.Module:
@@ -96,6 +99,50 @@ def costs_of_run(
         state_bytes=element,
         **graphs,
     )
+
+
+def strategies_and_costs(
+    config: TrainConfig,
+    texts: Sequence[str],
+    cluster: Cluster,
+    files: CostFiles,
+    efficiency: float | None,
+    say: Say,
+    doubled: bool = False,
+) -> tuple[tuple[Strategy, ...], Costs, Program]:
+    """Capture a config's model, and return its strategies, costs and program.
+
+    Args:
+        doubled: whether a datasheet also prices the strategies' tensor-parallel degrees times 2, 4, ..., for advice.
+    """
+    from hydragraph.cost.compiled_blocks import CompiledBlocks
+    from hydragraph.cost.datasheet import datasheet
+    from hydragraph.train.config_checks import read_strategies
+
+    say("capturing the model")
+    model, program, variants = captured(config)
+    strategies = read_strategies(texts, model, len(cluster.devices))
+    profile = files.profile
+    if profile is None:
+        degrees = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
+        if doubled:
+            most = max(Counter(device.node for device in cluster.devices).values())
+            further = {tp << k for tp in degrees for k in range(most.bit_length()) if tp << k <= most}
+            degrees |= set(filter(program.allows, further))
+        profile = datasheet(program, cluster, efficiency, sorted(degrees))
+    blocks = CompiledBlocks(program, variants.get)
+    return strategies, costs_of_run(config, profile, cluster, files.corrections, blocks=blocks), program
+
+
+def step_lengths(config: TrainConfig, drawn: Sequence[int] | None) -> list[int]:
+    """Return a mini-batch drawn from sequence lengths, or the longest sequences if there are none."""
+    from hydragraph.report.candidate_comparison import mini_batches
+    from hydragraph.spec.training_workload import full_lengths
+
+    if drawn is None:
+        return full_lengths(config.data.tokens_per_step, config.data.max_length)
+    data = [min(n, config.data.max_length) for n in drawn]
+    return mini_batches(data, config.data.tokens_per_step, 1, 0)[0]
 
 
 def run_assignment(

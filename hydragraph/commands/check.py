@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -31,19 +30,16 @@ from hydragraph.commands.options import (
     verb,
     with_strategies,
 )
-from hydragraph.commands.progress import Say, progress
+from hydragraph.commands.progress import progress
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.ir.program import Program
     from hydragraph.report.memory_fit import MemoryFit
-    from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.strategy import Strategy
-    from hydragraph.train.plan_input import CostFiles
 
 EXAMPLE = (
     "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. "
@@ -119,6 +115,7 @@ def check_command(options: CheckOptions) -> None:
     priced = options.prices(config)
     comparable = priced and (options.profile is None or options.cluster is not None)
     with progress("importing PyTorch") as say:
+        from hydragraph.commands.captured_model import run_assignment, step_lengths, strategies_and_costs
         from hydragraph.cost.published_errors import MEMORY
         from hydragraph.report.memory_fit import advice, fit
         from hydragraph.spec.home_text import owners_text
@@ -130,12 +127,15 @@ def check_command(options: CheckOptions) -> None:
         check_settings(replace(config, device=config.device or "cuda"), ranks)
         trainable = _look_at_data(config)
         cluster = _with_memory(options, config, cluster)
-        strategies, costs, program = _costs(config, cluster, files, options.efficiency, say)
+        found = strategies_and_costs(config, config.strategies, cluster, files, options.efficiency, say, doubled=True)
+        strategies, costs, program = found
+        costs = costs.of_strategies(*strategies, tokens=config.data.max_length)
+        lengths = step_lengths(config, files.lengths)
         peak = math.fsum(device.flops_per_s for device in cluster.devices)
         fits = []
         for number, strategy in enumerate(strategies, start=1):
             say(f"checking {strategy.name} ({number} of {len(strategies)})")
-            assignment = _step(config, costs, strategy, files.lengths, known)
+            assignment = run_assignment(config, costs, strategy, lengths, known)
             fitting = fit(costs, strategy, assignment)
             flops = step_flops(program, [n for n in assignment.lengths if n])
             mfu = flops / (peak * fitting.seconds) if comparable else None
@@ -229,43 +229,6 @@ def _look_at_data(config: TrainConfig) -> bool:
         print(f"data: training on this machine would fail: {error}", file=sys.stderr)
         return False
     return True
-
-
-def _costs(
-    config: TrainConfig, cluster: Cluster, files: CostFiles, efficiency: float | None, say: Say
-) -> tuple[tuple[Strategy, ...], Costs, Program]:
-    from hydragraph.commands.captured_model import captured, costs_of_run
-    from hydragraph.cost.compiled_blocks import CompiledBlocks
-    from hydragraph.cost.datasheet import datasheet
-    from hydragraph.train.config_checks import read_strategies
-
-    say("capturing the model")
-    model, program, variants = captured(config)
-    strategies = read_strategies(config.strategies, model, len(cluster.devices))
-    profile = files.profile
-    if profile is None:
-        named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
-        most = max(Counter(device.node for device in cluster.devices).values())
-        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # for advice
-        degrees = sorted(named | set(filter(program.allows, doubled)))
-        profile = datasheet(program, cluster, efficiency, degrees)
-    blocks = CompiledBlocks(program, variants.get)
-    costs = costs_of_run(config, profile, cluster, files.corrections, blocks=blocks)
-    return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length), program
-
-
-def _step(config: TrainConfig, costs: Costs, strategy: Strategy, drawn: list[int] | None, known: bool) -> Assignment:
-    from hydragraph.commands.captured_model import run_assignment
-    from hydragraph.spec.training_workload import full_lengths
-
-    longest = config.data.max_length
-    tokens = config.data.tokens_per_step
-    if drawn is None:
-        return run_assignment(config, costs, strategy, full_lengths(tokens, longest), known)
-    from hydragraph.report.candidate_comparison import mini_batches
-
-    data = [min(n, longest) for n in drawn]
-    return run_assignment(config, costs, strategy, mini_batches(data, tokens, 1, 0)[0], known)
 
 
 def _memory_table(fitting: MemoryFit) -> Table:

@@ -84,7 +84,7 @@ def report_command(options: ReportOptions) -> None:
 
 
 def _of_config(options: ReportOptions) -> ReportContents:
-    from hydragraph.commands.simulate import StepOptions, assigned, strategies_and_costs
+    from hydragraph.commands.simulate import StepOptions, assigned
 
     step_options = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
     step = StepOptions(config=options.source, **step_options)
@@ -96,7 +96,7 @@ def _of_config(options: ReportOptions) -> ReportContents:
     from hydragraph.report.simulation_report import simulation_report
 
     with progress("importing PyTorch") as say:
-        strategies, costs = strategies_and_costs(inputs, step.efficiency, config, say)
+        strategies, costs = inputs.costs(config, step.efficiency, say)
     simulated = []
     for strategy in strategies:
         assignment = assigned(step, config, inputs.files.lengths, costs, strategy)

@@ -125,6 +125,12 @@ class StepInputs:
     home: Home
     files: CostFiles
 
+    def costs(self, config: TrainConfig, efficiency: float | None, say: Say) -> tuple[tuple[Strategy, ...], Costs]:
+        from hydragraph.commands.captured_model import strategies_and_costs
+
+        strategies, costs, _ = strategies_and_costs(config, self.strategies, self.cluster, self.files, efficiency, say)
+        return strategies, costs.changed(home=self.home)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(StepOptions):
@@ -160,7 +166,7 @@ def simulate_command(options: SimulateOptions) -> None:
     for change in options.changes or ():
         slowed(inputs.cluster, change)
     with progress("importing PyTorch") as say:
-        strategies, costs = strategies_and_costs(inputs, options.efficiency, config, say)
+        strategies, costs = inputs.costs(config, options.efficiency, say)
         if rates is not None:
             costs = costs.changed(health=rates)
         changes = {change: what_if(costs, change) for change in options.changes or ()}
@@ -187,28 +193,6 @@ def simulate_command(options: SimulateOptions) -> None:
         write_timelines([shown for shown, _ in priced], options.picture)
 
 
-def strategies_and_costs(
-    inputs: StepInputs, efficiency: float | None, config: TrainConfig, say: Say
-) -> tuple[tuple[Strategy, ...], Costs]:
-    from hydragraph.commands.captured_model import captured, costs_of_run
-    from hydragraph.cost.compiled_blocks import CompiledBlocks
-    from hydragraph.cost.datasheet import datasheet
-    from hydragraph.train.config_checks import read_strategies
-
-    cluster = inputs.cluster
-    files = inputs.files
-    say("capturing the model")
-    model, program, variants = captured(config)
-    strategies = read_strategies(inputs.strategies, model, len(cluster.devices))
-    profile = files.profile
-    if profile is None:
-        degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
-        profile = datasheet(program, cluster, efficiency, degrees)
-    blocks = CompiledBlocks(program, variants.get)
-    costs = costs_of_run(config, profile, cluster, files.corrections, blocks=blocks)
-    return strategies, costs.changed(home=inputs.home)
-
-
 def _priced(
     options: StepOptions,
     config: TrainConfig,
@@ -231,18 +215,14 @@ def assigned(
     step: StepOptions, config: TrainConfig, drawn: list[int] | None, costs: Costs, strategy: Strategy
 ) -> Assignment:
     """Return equal micro-batches if their number or size is given, else the micro-batches of a run."""
-    from hydragraph.commands.captured_model import run_assignment
+    from hydragraph.commands.captured_model import run_assignment, step_lengths
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.training_workload import full_lengths
 
     known = config.plan.choose and (step.cluster is not None or step.profile is not None)
     if drawn is not None:
-        from hydragraph.report.candidate_comparison import mini_batches
-
-        data = [min(n, config.data.max_length) for n in drawn]
-        (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
-        return run_assignment(config, costs, strategy, batch, known)
+        return run_assignment(config, costs, strategy, step_lengths(config, drawn), known)
     length = step.tokens or config.data.max_length
     lengths = full_lengths(config.data.tokens_per_step, length)
     if step.sequences is not None:
