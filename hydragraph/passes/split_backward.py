@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from hydragraph.passes.differentiate import Variant, saved_names
-from hydragraph.private.module_internals import graph_module
-from hydragraph.private.tracing import ancestors_of
+from hydragraph.private.tracing import ancestors_of, subgraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +63,8 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
 def _graph(
     variant: Variant, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in dict.fromkeys(nodes):
-        if node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
-    graph.lint()
-    return graph_module(variant.backward, graph)
+    part = subgraph(variant.backward, {node: node.name for node in inputs}, nodes, results)
+    for node in part.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            part.graph.erase_node(node)
+    return part

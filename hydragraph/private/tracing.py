@@ -394,30 +394,44 @@ def recompute(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split like `partition`, but save only the graph's inputs and the values in `saved`."""
     results = list(joint.graph.output_node().args[0])
-    backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "", saved)
+    backward = _part(joint, results[outputs:], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
     values = [n for n in joint.graph.nodes if n.name in needed and not n.name.startswith("tangents")]
     kept = results[:outputs] + values
-    return _part(joint, lambda copied: [copied[n] for n in kept], "primals"), backward
+    return _part(joint, kept, "primals"), backward
 
 
-def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection[str] = ()) -> fx.GraphModule:
-    graph = fx.Graph()
-    copied = {}
+def _part(
+    joint: fx.GraphModule, results: Sequence[fx.Node | None], keep: str, given: Collection[str] = ()
+) -> fx.GraphModule:
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
-    for node in nodes:
-        if node.op == "placeholder" or node.name in given:
-            copied[node] = graph.placeholder(node.name)
-            copied[node].meta = dict(node.meta)
+    inputs = {node: node.name for node in nodes if node.op == "placeholder" or node.name in given}
+    part = subgraph(joint, inputs, nodes, results)
+    part.graph.eliminate_dead_code()
+    for node in part.graph.find_nodes(op="placeholder"):
+        if not node.users and not (keep and node.name.startswith(keep)):
+            part.graph.erase_node(node)
+    return part
+
+
+def subgraph(
+    module: fx.GraphModule, inputs: Mapping[fx.Node, str], nodes: Iterable[fx.Node], results: Sequence[fx.Node | None]
+) -> fx.GraphModule:
+    """Return a graph of `nodes`, in this order, that returns `results`.
+
+    Args:
+        inputs: node -> name of the placeholder that replaces it.
+    """
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node, name in inputs.items():
+        copied[node] = graph.placeholder(name)
+        copied[node].meta = dict(node.meta)
     for node in nodes:
         if node not in copied:
-            copied[node] = graph.node_copy(node, lambda n: copied[n])
-    graph.output(tuple(outputs(copied)))
-    graph.eliminate_dead_code()
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users and not (keep and node.name.startswith(keep)):
-            graph.erase_node(node)
-    return graph_module(joint, graph)
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output(tuple(None if node is None else copied[node] for node in results))
+    return graph_module(module, graph)
 
 
 def ancestors_of(
