@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.queues import Transport, run_queues
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
 
@@ -33,17 +32,13 @@ class Deadlock:
         return tuple(path if path[-1] not in self.waits else path[path.index(path[-1]) :])
 
 
-def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
-    """Simulate all ranks' programs, given in rank order; return None if all programs end.
+def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
+    """Simulate all ranks' programs over gloo, given in rank order; return None if all programs end.
 
-    Over gloo, sends never wait. Every other instruction waits whenever gloo could make it wait: for a message, for
-    tensor-parallel peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end
-    over `Transport.NCCL`, but not always over the other transports.
+    Sends never wait. Every other instruction waits whenever gloo could make it wait: for a message, for tensor-parallel
+    peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL with a
+    communicator for each pair of ranks and direction (`tests.ir.queues`).
     """
-    if transport is not Transport.GLOO:
-        queued = run_queues(programs, transport)
-        stuck_at = {rank: stuck.at for rank, stuck in queued.items()}
-        return Deadlock(stuck_at, {rank: stuck.waits for rank, stuck in queued.items()}) if queued else None
     simulation = _Simulation(programs).run()
     waits = simulation.waits()
     return Deadlock({rank: simulation.at[rank] for rank in waits}, waits) if waits else None

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hydragraph.ir.deadlock import Deadlock, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
-from hydragraph.ir.queues import Transport
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, activation, message, weights
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Strategy
 from tests import fuzz
+from tests.ir.queues import Transport, deadlock_over
 from tests.passes.test_pipeline import iterations, model, shared
 from tests.thorough import thorough
 
@@ -110,7 +110,7 @@ def test_one_communicator_per_direction_may_deadlock_where_one_per_pair_does_not
     strategy: str, counts: tuple[int, ...], ranks: int
 ) -> None:
     programs = rank_programs(model(4), Strategy.parse(strategy, 4), counts, ranks=ranks)
-    deadlocks = {transport: find_deadlock(programs, transport) for transport in Transport}
+    deadlocks = {transport: deadlock_over(programs, transport) for transport in Transport}
     assert [transport for transport, deadlock in deadlocks.items() if deadlock] == [Transport.NCCL_BOUND]
     bound = deadlocks[Transport.NCCL_BOUND]
     assert bound is not None
@@ -126,7 +126,7 @@ def test_a_computation_waits_for_its_message_over_nccl_and_over_gloo() -> None:
         (receive(0), forward("aux"), forward("layer.1", value), COMMIT),
     ]
     programs = [RankProgram(r, 2, "s", (Role(0, 0, range(1)),), (r,), ((0, 1),), row) for r, row in enumerate(rows)]
-    assert all(find_deadlock(programs, transport) for transport in Transport)
+    assert all(deadlock_over(programs, transport) for transport in Transport)
 
 
 @thorough
@@ -138,7 +138,7 @@ def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
     """Also with moved instructions, except for messages without a counterpart, which only gloo tolerates."""
     outline, strategy, counts, mode, ranks = iteration
     programs = list(rank_programs(outline, strategy, counts, mode, ranks=ranks))
-    assert not any(find_deadlock(programs, transport) for transport in (Transport.NCCL, Transport.NCCL_LAZY))
+    assert not any(deadlock_over(programs, transport) for transport in (Transport.NCCL, Transport.NCCL_LAZY))
     at = random.randrange(ranks)
     body = list(programs[at].instructions)
     if body:
@@ -146,7 +146,7 @@ def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
         body.insert(random.randint(0, len(body)), taken)
     programs[at] = replace(programs[at], instructions=tuple(body))
     if find_deadlock(programs) is None:
-        assert find_deadlock(programs, Transport.NCCL) is None
+        assert deadlock_over(programs, Transport.NCCL) is None
 
 
 @pytest.mark.thorough
@@ -164,7 +164,7 @@ def test_thousands_of_drawn_programs(ranks: int, of_shared: float, monkeypatch: 
             programs = rank_programs(model(4), strategy, counts, ranks=ranks)
             drawn += 1
             for transport in Transport:
-                ended[transport] += find_deadlock(programs, transport) is None
+                ended[transport] += deadlock_over(programs, transport) is None
     assert drawn > 1500
     assert ended[Transport.GLOO] == ended[Transport.NCCL] == ended[Transport.NCCL_LAZY] == drawn
     assert ended[Transport.NCCL_BOUND] > 0.99 * drawn

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hydragraph.ir.instruction import Instruction
-from hydragraph.ir.queues import Stuck, Transport, run_queues
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import activation, weights
+from tests.ir.queues import Stuck, Transport, run_queues
 from tests.ir.test_deadlock import COMMIT, forward, free, pull, receive, send
 
 

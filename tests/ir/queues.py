@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hydragraph.ir.deadlock import Deadlock, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
@@ -64,6 +65,15 @@ class _Rank:
     compute: list[_Computation] = field(default_factory=list)
     done: int = 0
     queues: dict[Hashable, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
+
+
+def deadlock_over(programs: Sequence[RankProgram], transport: Transport) -> Deadlock | None:
+    """Like `find_deadlock`, for any transport."""
+    if transport is Transport.GLOO:
+        return find_deadlock(programs)
+    queued = run_queues(programs, transport)
+    stuck_at = {rank: stuck.at for rank, stuck in queued.items()}
+    return Deadlock(stuck_at, {rank: stuck.waits for rank, stuck in queued.items()}) if queued else None
 
 
 def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
