@@ -10,18 +10,22 @@ from hydragraph.train.step_metrics import Metrics
 
 def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> int | None:
     """Return the first step with the lowest evaluation loss, or None if no step was evaluated."""
-    losses = [(m.eval_loss, m.step) for m in history if m.eval_loss is not None and not math.isnan(m.eval_loss)]
+    losses = [(loss, step) for step, loss in _comparable(history) if not math.isnan(loss)]
     return min((loss for loss in losses if among is None or loss[1] in among), default=(0.0, None))[1]
 
 
 def without_improvement(history: Iterable[Metrics], least: float) -> int:
     """Count the evaluations since the lowest loss last fell by more than `least`."""
     best, count = math.inf, 0
-    for metrics in history:
-        if metrics.eval_loss is None:
-            continue
-        if metrics.eval_loss < best - least:
-            best, count = metrics.eval_loss, 0
+    for _, loss in _comparable(history):
+        if loss < best - least:
+            best, count = loss, 0
         else:
             count += 1
     return count
+
+
+def _comparable(history: Iterable[Metrics]) -> list[tuple[int, float]]:
+    """Return steps and losses of evaluations on the data of the last one."""
+    evaluated = [(m.eval_data, m.step, m.eval_loss) for m in history if m.eval_loss is not None]
+    return [(step, loss) for data, step, loss in evaluated if data == evaluated[-1][0]]

@@ -42,6 +42,7 @@ class Metrics:
         planning_s: seconds that the step waited for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
         expected_s: step time predicted by the profile, in seconds; 0 without a profile.
+        eval_data: digest of the data and settings of `eval_loss`.
         eval_losses: loss on each evaluation set ("heldout" and the sets of `data.evaluation`).
         mfu: model FLOPs utilization without recomputation; None: unknown.
         pairs: `PairReport.pairs`, if an objective is set.
@@ -72,6 +73,7 @@ class Metrics:
     expected_s: float = 0.0
     peak_memory_bytes: int = 0
     mfu: float | None = None
+    eval_data: str = ""
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     pairs: Mapping[str, float] = field(default_factory=dict)
     eval_pairs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

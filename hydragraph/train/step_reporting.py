@@ -44,6 +44,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
         tokens_per_s=sum(report.assignment.lengths) / seconds,
         seconds=seconds,
         eval_loss=losses.get("heldout", next(iter(losses.values()), None)),
+        eval_data=run.eval_data if losses else "",
         eval_losses=losses,
         exposed_pull_s=report.exposed.pull,
         exposed_push_s=report.exposed.push,

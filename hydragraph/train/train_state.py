@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,15 @@ class Run:
     def pairs(self) -> PairedSteps | None:
         objective = self.config.objective
         return None if objective is None else PairedSteps(self.executor, objective.loss)
+
+    @cached_property
+    def eval_data(self) -> str:
+        """Digest of the mini-batches and settings that determine `Metrics.eval_loss`."""
+        digest = hashlib.sha256(repr((self.config.objective, self.config.label_smoothing)).encode())
+        for sequence in chain.from_iterable(next(iter(self.evaluation.values()))):
+            for tensor in sequence.values() if isinstance(sequence, dict) else (sequence,):
+                digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def strategy_of(self, step: int) -> Strategy | None:
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None

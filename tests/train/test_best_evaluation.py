@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,3 +38,10 @@ def test_evaluations_without_improvement(losses: list[float | None], least: floa
         if loss < best - least:
             best, last = loss, i
     assert without_improvement(history(losses), least) == len(evaluated) - 1 - last
+
+
+def test_losses_on_other_data_do_not_count() -> None:
+    earlier = [replace(metrics, eval_data="a") for metrics in history([1.0, 0.5])]
+    later = [replace(metrics, step=metrics.step + 2, eval_data="b") for metrics in history([4.0, None, 3.0, 3.5])]
+    assert lowest([*earlier, *later]) == 5
+    assert without_improvement([*earlier, *later], 0.0) == 1
