@@ -39,7 +39,12 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
     for name in settings:
         if name not in accepted:
             raise ValueError(f"optimizer.{name}: {config.name} has no such setting: leave it out")
-    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
+    norms = {p for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters(recurse=False)}
+    matrices = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2 and not name.endswith("bias") and parameter not in norms
+    }
 
     def build(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         groups = [

@@ -35,6 +35,25 @@ def test_only_matrices_decay_although_all_are_flat() -> None:
     assert optimizer.defaults["eps"] == torch.optim.AdamW(list(Small().parameters())).defaults["eps"]
 
 
+def test_biases_and_norm_weights_of_two_dimensions_do_not_decay() -> None:
+    class HeadNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3))
+            self.projection = nn.Linear(2, 3)
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = HeadNorm()
+            self.up_bias = nn.Parameter(torch.zeros(2, 3))
+
+    named = dict(Experts().named_parameters())
+    optimizer = optimizer_factory(OptimizerConfig(weight_decay=0.1), Experts())(list(named.items()))
+    decaying = [p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]]
+    assert [id(p) for p in decaying] == [id(named["norm.projection.weight"])]
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
