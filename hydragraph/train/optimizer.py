@@ -36,7 +36,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
     settings = {name: getattr(config, name) for name in ("betas", "eps", "momentum")}
     settings = {name: value for name, value in settings.items() if value is not None}
     accepted = inspect.signature(optimizer.__init__).parameters
-    for name in settings:
+    for name in (*settings, *(["weight_decay"] if config.weight_decay else [])):
         if name not in accepted:
             raise ValueError(f"optimizer.{name}: {config.name} has no such setting: leave it out")
     norms = {p for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters(recurse=False)}

@@ -60,6 +60,7 @@ def test_biases_and_norm_weights_of_two_dimensions_do_not_decay() -> None:
         (OptimizerConfig(name="Adamw"), "optimizer.name: torch.optim has no optimizer 'Adamw'"),
         (OptimizerConfig(name="lr_scheduler"), "optimizer.name: torch.optim has no optimizer"),
         (OptimizerConfig(name="SGD", betas=(0.9, 0.9)), "optimizer.betas: SGD has no such setting"),
+        (OptimizerConfig(name="Rprop", weight_decay=0.5), "optimizer.weight_decay: Rprop has no such setting"),
         (OptimizerConfig(momentum=0.9), "optimizer.momentum: AdamW has no such setting"),
     ],
 )
