@@ -68,6 +68,13 @@ def test_a_night_between_a_stop_and_its_resumption_is_no_time_of_the_run() -> No
     assert lost.seconds == pytest.approx(30_002), "a run that resumed from an earlier checkpoint had failed"
 
 
+def test_a_new_session_misses_no_rank() -> None:
+    events = [event("fault", 2), event("resumed", 2.5, (0, 1, 2), 0.5), event("saved", 4.5), event("resumed", 99, (0,))]
+    found = account(steps(0, 1, 3, 4, 100, 100.5, 101), events)
+    assert found is not None
+    assert found.rate == pytest.approx(150), "of step 2, and of the last two"
+
+
 def test_steps_beside_a_slow_rank_are_not_undisturbed() -> None:
     events = [event("straggler", 2.5), event("recovered", 6.5)]
     found = account(steps(0, 1, 2, 4, 6, 7), events)
