@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -90,6 +91,9 @@ def seconds_of(time: str) -> float:
 
 
 def append_event(path: Path, event: RunEvent) -> None:
+    """Append an event's line; a truncated last line is deleted."""
+    if path.is_file():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     with path.open("a", encoding="utf-8") as file:
         file.write(event.line + "\n")
 

@@ -26,6 +26,8 @@ def test_a_line_that_was_cut_off_does_not_count_and_another_is_named(tmp_path: P
     path = tmp_path / "events.jsonl"
     path.write_text(SLOW.line + "\n" + SWITCHED.line[:20])
     assert read_events(path) == [SLOW]
+    append_event(path, SWITCHED)
+    assert read_events(path) == [SLOW, SWITCHED]
     path.write_text('{"step": 1}\n' + SLOW.line + "\n")
     with pytest.raises(ValueError, match=r"events\.jsonl:1 is not an event"):
         read_events(path)
