@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from hydragraph.cluster.processes.torchrun_round import generation
+from tests.thorough import first
 
-LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.3)
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.1)
 
 
 def server() -> dist.TCPStore:
@@ -41,7 +42,7 @@ class Rank(threading.Thread):
 
 def together(store: dist.TCPStore, ranks: int, seed: int) -> str:
     draw = random.Random(seed)
-    started = [Rank(store, rank, ranks, draw.random() / 10) for rank in range(ranks)]
+    started = [Rank(store, rank, ranks, draw.random() / 30) for rank in range(ranks)]
     for each in started:
         each.join()
     (name,) = {each.name_found for each in started}
@@ -49,13 +50,13 @@ def together(store: dist.TCPStore, ranks: int, seed: int) -> str:
     return name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", first([1, 5], [1, 2, 5]))
 def test_every_attempt_has_a_name_of_its_own(ranks: int) -> None:
     store = server()
     assert len({together(store, ranks, seed) for seed in range(4)}) == 4
 
 
-@pytest.mark.parametrize("arrived", [{0}, {1}, {0, 2}, {1, 2}])
+@pytest.mark.parametrize("arrived", first([{0, 2}, {1, 2}], [{0}, {1}, {0, 2}, {1, 2}]))
 def test_an_attempt_that_failed_while_it_started_confuses_nobody(arrived: set[int]) -> None:
     store = server()
     together(store, 3, 0)
@@ -80,8 +81,8 @@ def test_a_rank_that_is_started_again_while_the_others_wait() -> None:
 
 def test_who_is_missing_is_named() -> None:
     store = server()
-    first, second = Rank(store, 0, 3, limit=SHORT), Rank(store, 2, 3, limit=SHORT)
-    first.join()
-    second.join()
-    assert "ranks [1, 2] have not arrived" in first.error
-    assert "rank 0 has not arrived" in second.error
+    one, other = Rank(store, 0, 3, limit=SHORT), Rank(store, 2, 3, limit=SHORT)
+    one.join()
+    other.join()
+    assert "ranks [1, 2] have not arrived" in one.error
+    assert "rank 0 has not arrived" in other.error

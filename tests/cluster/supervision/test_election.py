@@ -26,10 +26,10 @@ def until(holds: Callable[[], Any]) -> None:
 
 @pytest.fixture
 def registers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreRegister]]:
-    times = {"TTL_S": 1.5, "MARGIN_S": 0.2, "STAGGER_S": 0.1, "FIRST_S": 0.3}
+    times = {"TTL_S": 1.1, "MARGIN_S": 0.15, "STAGGER_S": 0.05, "FIRST_S": 0.2}
     for name, value in times.items():
         monkeypatch.setattr(leadership, name, value)
-    monkeypatch.setattr(module, "_ASK_S", 0.1)
+    monkeypatch.setattr(module, "_ASK_S", 0.05)
     server = hosted("127.0.0.1", 0)
     yield [StoreRegister.at(server.port) for _ in range(2)]
     del server
@@ -86,7 +86,7 @@ def test_the_end_of_a_run_is_told_and_no_one_begins_it_again(machines: list[Elec
     until(lambda: second.standing.joined)
     first.end("a full disk")
     until(lambda: second.standing.lease.over == "a full disk")
-    time.sleep(1.0)
+    time.sleep(0.5)
     assert not second.leads
 
 

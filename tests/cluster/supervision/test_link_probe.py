@@ -30,7 +30,9 @@ class Machine:
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Machine]]:
-    monkeypatch.setattr(link_probe, "UNHEARD_S", 0.6)
+    monkeypatch.setattr(link_probe, "UNHEARD_S", 0.4)
+    monkeypatch.setattr(link_probe, "_SEND_S", 0.05)
+    monkeypatch.setattr(link_probe, "_WAIT_S", 0.02)
     made = {number: Machine(number) for number in (1, 2, 3)}
     yield made
     for machine in made.values():
@@ -54,7 +56,7 @@ def test_a_machine_that_is_no_longer_heard_is_reported_and_so_is_its_return(
     there = addresses(machines)
     for machine in machines.values():
         machine.probe.aim(there, TAG)
-    time.sleep(0.5)
+    time.sleep(0.2)
     machines[3].probe.aim(there | {2: nowhere}, TAG)
     machines[2].tells((3,))
     machines[3].probe.aim(there, TAG)
@@ -69,5 +71,5 @@ def test_machines_that_were_never_heard_and_strangers_are_not_judged(
     machines[1].probe.aim({2: nowhere, 3: nowhere}, TAG)
     machines[2].probe.aim(there, b"another")
     machines[3].probe.aim({}, TAG)
-    time.sleep(1.0)
+    time.sleep(0.7)
     assert machines[1].told == [], "a firewall may stop datagrams"
