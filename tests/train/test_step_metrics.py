@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.train import step_metrics
 from hydragraph.train.step_metrics import Metrics, MetricsLog, read_metrics
 from hydragraph.train.stragglers.run_events import RunEvent
+from tests.train.conftest import AWAIT_LATER_NAME
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<tp1,pp1>@0a", 3, (2, 1))
 
@@ -74,6 +76,7 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path, monkeyp
     writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     numbers = iter(range(9, 100))  # of event files: of two begun in one second, "10" would be read before "9"
     monkeypatch.setattr(writer._global_uid, "get", lambda: next(numbers))
+    monkeypatch.setattr(step_metrics, "_await_later_name", AWAIT_LATER_NAME)
     write(tmp_path / "m", range(1, 6), 0, tmp_path / "events")
     write(tmp_path / "m", range(4, 8), 3, tmp_path / "events")
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
