@@ -19,18 +19,20 @@ TYPED = """
 import torch
 from torch import nn
 import hydragraph as hg
-from tests.own_models import Own
+from tests.own_models import Own, Small
 
 class Result:
     def __init__(self, losses):
         self.losses = losses
 
 class Mine(Own):
-    pass
+    def __init__(self):
+        super().__init__(layers=0)
+        self.stack = nn.ModuleList([Small()])
 
 def prepare():
     torch.manual_seed(0)
-    model = Mine(layers=1)
+    model = Mine()
     program = hg.capture(model, check="off")
     return model, hg.precompile(program, [hg.Strategy.parse("<tp1,pp1>", 1)]).program
 
