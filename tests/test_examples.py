@@ -20,7 +20,7 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.train.config import TrainConfig
 from tests.nodes import refusal
-from tests.thorough import thorough
+from tests.thorough import first, thorough
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
@@ -304,7 +304,7 @@ def grpo_step(
     optimizer.step()
 
 
-@pytest.mark.parametrize("by", ["targets", "sequences"])
+@pytest.mark.parametrize("by", first(["sequences"], ["targets", "sequences"]))
 def test_rewards_are_learned_as_by_the_clipped_ratios_of_plain_pytorch(by: Literal["targets", "sequences"]) -> None:
     example = runpy.run_path(str(EXAMPLES / "grpo.py"))
     plain = example["tiny"]().eval()
