@@ -51,8 +51,8 @@ def test_a_first_host_that_does_not_answer_is_named(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    monkeypatch.setattr(launch, "_REACHED_S", 1.0)
-    monkeypatch.setattr(launch, "TOLD_S", 0.2)
+    monkeypatch.setattr(launch, "_REACHED_S", 0.3)
+    monkeypatch.setattr(launch, "TOLD_S", 0.0)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(

@@ -196,7 +196,7 @@ def test_the_other_process_ends_if_the_command_is_killed() -> None:
     code = "from hydragraph.commands import plan_costs; plan_costs._end_with_command()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
-        other.wait(1)
+        other.wait(0.3)
     assert other.stdin is not None
     other.stdin.close()  # as the system does when a process is killed
     assert other.wait(60) == 1

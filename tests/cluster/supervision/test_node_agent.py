@@ -150,10 +150,10 @@ def test_a_machine_that_reaches_neither_leader_nor_register_ends_with_the_remedy
     first._closed.set()
     register.answers = False
     again = (
-        "no leading machine could be reached within 1 s: the register does not answer; then .*, with --resume, on all"
+        "no leading machine could be reached within 0.3 s: the register does not answer; then .*, with --resume, on all"
     )
     with pytest.raises(ConnectionError, match=again):
-        Deputy(starting(), Nodes(1, 2, "127.0.0.1", 0, election=election), print).run(back_s=1.0)
+        Deputy(starting(), Nodes(1, 2, "127.0.0.1", 0, election=election), print).run(back_s=0.3)
     election._closed.set()
 
 
