@@ -12,7 +12,7 @@ import hydragraph as hg
 from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.checkpoint.standalone_reader import read_weights
 from tests.models import captured
-from tests.own_models import Own
+from tests.own_models import Own, Small
 
 
 def test_weights_are_those_that_were_saved(tmp_path: Path) -> None:
@@ -41,7 +41,8 @@ class Scaled(Own):
     """A model with a persistent buffer."""
 
     def __init__(self, scale: float) -> None:
-        super().__init__(layers=1)
+        super().__init__(layers=0)
+        self.stack = nn.ModuleList([Small()])
         self.register_buffer("scale", torch.tensor(scale))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ import hydragraph as hg
 from hydragraph.engine import executable, membership
 from hydragraph.engine.state_transfer import Moved
 from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.program import Program
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.train.stragglers.reshard_plan import received, stages
 from tests.checkpoint.test_standalone_reader import Scaled
@@ -424,9 +426,14 @@ def alone(model: nn.Module, optimizer: OptimizerFactory = adamw, **options: Any)
     return hg.compile(model, "<tp1,pp1>", optimizer, device="cpu", check="off", backend="eager", **options)
 
 
+@functools.cache
+def small_program() -> Program:
+    return hg.capture(small(), check="off")
+
+
 def test_pieces_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> None:
     pieces = hg.Pieces(memory=False, disk=tmp_path / "pieces")
-    exe = alone(small())
+    exe = alone(small(), program=small_program())
     exe.step(batch(0))
     exe.keep(pieces)
     pieces.wait()
@@ -446,7 +453,7 @@ def test_pieces_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> Non
 
 def test_adapters_are_not_lost_by_a_move_while_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable, "switchable_parameters", lambda model: ["out.weight"])
-    exe = alone(small())
+    exe = alone(small(), program=small_program())
     before = exe.full_state_dict()
     with exe.adapter_off(), pytest.raises(ValueError, match="move: adapters are off; leave `with"):
         exe.move(exe.world, None, [0])
@@ -456,7 +463,7 @@ def test_adapters_are_not_lost_by_a_move_while_they_are_off(monkeypatch: pytest.
 
 def test_a_handover_continues_after_adapters_were_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable, "switchable_parameters", lambda model: ["out.weight"])
-    exe = alone(small())
+    exe = alone(small(), program=small_program())
     before = exe.full_state_dict()
     exe.rehome(hg.Home((2,)))
     with exe.adapter_off():
