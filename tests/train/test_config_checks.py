@@ -24,6 +24,7 @@ from hydragraph.train.config_checks import _size, check_settings, read_strategie
 from hydragraph.train.data import prepare
 from hydragraph.train.model import adapted, dropout_rates, skeleton
 from tests.data.written import write_tokens
+from tests.thorough import first
 
 SIZES = {
     "hidden_size": 32,
@@ -207,7 +208,7 @@ def test_an_objective_with_dropout_is_remarked(changed: dict[str, float], told: 
     assert any("scored without dropout" in sentence for sentence in said) == told
 
 
-@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("dropout", first([False], [True, False]))
 def test_dropout_of_adapters_is_active_and_is_not_taken_for_that_of_the_models_config(dropout: bool) -> None:
     settings = config(adapter={"lora": {"dropout": 0.05}}, model__dropout=dropout)
     model = adapted(skeleton(settings.model, 300), settings.adapter, 0)
