@@ -52,7 +52,14 @@ mock.patch.object(providers, "is_local_module_file", create=True, return_value=F
 mock.patch.object(testing, "_get_command", functools.cache(main.get_command), create=True).start()
 
 # Ranks are forked from a process that has imported this: imports of tests do not cost time again in each rank.
-_SHARED = ["pytest", "hypothesis", "peft", "transformers.models.gpt2.modeling_gpt2", "tests.warm"]
+_SHARED = [
+    "pytest",
+    "hypothesis",
+    "peft",
+    "hydragraph.planner.plan",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tests.warm",
+]
 multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
 
 
