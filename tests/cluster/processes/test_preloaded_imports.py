@@ -9,6 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
+import transformers
 
 from hydragraph.cluster.processes.preloaded_imports import classes_named_in, import_named
 from tests import models
@@ -102,12 +103,13 @@ def test_recursion_ends() -> None:
     assert classes_named_in(again, again) == {"MistralConfig"}
 
 
-def test_what_is_named_is_imported_and_what_is_not_there_is_no_error() -> None:
+def test_what_is_named_is_imported_and_what_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with mock.patch.dict(sys.modules):
         del sys.modules["transformers"]
         import_named([])
         assert "transformers" not in sys.modules
-    module = "transformers.models.ctrl.configuration_ctrl"  # which nothing else imports
-    assert module not in sys.modules
+    module = "transformers.models.ctrl.configuration_ctrl"
+    monkeypatch.delitem(sys.modules, module, raising=False)  # as tests of families may have imported it
+    monkeypatch.delitem(vars(transformers), "CTRLConfig", raising=False)
     import_named(["CTRLConfig", "ANoSuchThing"])
     assert module in sys.modules
