@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,15 +242,14 @@ class Profile:
             data = json.loads(text)
             if not isinstance(data, dict):
                 raise TypeError(f"{type_text(data)}, not an object")
-            others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
-            return cls(**profile_record.loaded(data), others=others)
-        except (KeyError, TypeError, ValueError) as error:
+            profile: Profile = profile_record.loaded(cls, data)
+            return profile
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a profile ({error!r}): write one with hydragraph profile") from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
-        data = profile_record.saved({f.name: getattr(self, f.name) for f in fields(self)})
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(profile_record.saved(self), indent=1) + "\n", encoding="utf-8")
 
     @property
     def layers(self) -> int | None:

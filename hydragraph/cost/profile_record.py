@@ -3,88 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from dataclasses import fields as dataclass_fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from itertools import repeat
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from hydragraph.cost.block_pieces import BlockPiece, MemoryLines, PricedDevice, Scheme
+from hydragraph.cost.block_pieces import Scheme
 from hydragraph.cost.curves import Constants, curve_record, read_constants
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
-from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 
 
-def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
-    by_scheme = ("limits", "failed", "residuals")
-    records = ("memory", "device", "link")
-    pieces = {
-        kind.text: {template: _piece_record(piece) for template, piece in of_kind.items()}
-        for kind, of_kind in fields["pieces"].items()
-    }
-    return {
-        **fields,
-        **{name: fields[name] and asdict(fields[name]) for name in records},
-        **{name: {_text(scheme): value for scheme, value in fields[name].items()} for name in by_scheme},
-        "schemes": {_text(scheme): curve_record(k) for scheme, k in fields["schemes"].items()},
-        "pieces": pieces,
-        "unfit": {kind.text: why for kind, why in fields["unfit"].items()},
-        "sizes": fields["sizes"] and fields["sizes"].to_record(),
-        "others": [
-            saved({f.name: getattr(other, f.name) for f in dataclass_fields(other)}) for other in fields["others"]
-        ],
-    }
+def saved(value: Any) -> Any:
+    """Return a profile, or a value inside it, as JSON values."""
+    if isinstance(value, Constants):
+        return curve_record(value)
+    if isinstance(value, ModelSizes):
+        return value.to_record()
+    if is_dataclass(value):
+        return {field.name: saved(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {_text(key): saved(entry) for key, entry in value.items()}
+    return list(map(saved, value)) if isinstance(value, tuple) else value
 
 
-def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields from the JSON values of `saved`; older files contain fewer fields."""
-    memory = data["memory"]
-    device = data.get("device")
-    link = data.get("link")
-    sizes = data.get("sizes")
-    plain = ("type", "commit_s", "norm_s", "efficiency", "roofline")
-    tuples = ("blocks", "notes", "update")
-    pieces = {
-        StageKind.parse(kind): {template: _read_piece(piece) for template, piece in of_kind.items()}
-        for kind, of_kind in data.get("pieces", {}).items()
-    }
-    return {
-        **{name: data[name] for name in plain if name in data},
-        **{name: tuple(data[name]) for name in tuples if data.get(name)},
-        "name": data["name"],
-        "hetero_sync_s": data["hetero_sync_s"],
-        "limits": {_scheme(scheme): int(tokens) for scheme, tokens in data["limits"].items()},
-        "failed": {_scheme(scheme): why for scheme, why in data["failed"].items()},
-        "residuals": {_scheme(scheme): float(value) for scheme, value in data.get("residuals", {}).items()},
-        "schemes": {_scheme(scheme): read_constants(k) for scheme, k in data["schemes"].items()},
-        "util": {int(tp): int(tokens) for tp, tokens in data["util"].items()},
-        "memory": memory and MemoryModel(**{**memory, **_tables(memory)}),
-        "pieces": pieces,
-        "unfit": {StageKind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
-        "device": device and PricedDevice(**device),
-        "link": link and Interconnect(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
-        "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),
-        "sizes": sizes and ModelSizes.from_record(sizes),
-    }
-
-
-def _piece_record(piece: BlockPiece) -> dict[str, Any]:
-    curves = {name: curve_record(curve) for name in ("forward", "backward") if (curve := getattr(piece, name))}
-    kept = {f.name: getattr(piece, f.name) for f in dataclass_fields(piece) if f.name not in ("forward", "backward")}
-    return {**kept, "seconds": curve_record(piece.seconds), "held": piece.held and asdict(piece.held), **curves}
-
-
-def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
-    curves = {name: read_constants(data[name]) for name in ("forward", "backward") if data.get(name)}
-    record = data.get("held")
-    details = record and MemoryLines(
-        **{  # type: ignore[arg-type]
-            k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
-        }
-    )
-    pairs = {name: tuple(data[name]) for name in ("reduced", "during_sums", "before_sums") if name in data}
-    rest = {"seconds": read_constants(data["seconds"]), "held": details}
-    return BlockPiece(**{**data, **rest, **pairs, **curves})
+def loaded(hint: Any, data: Any) -> Any:
+    """Return a value of type `hint` from the JSON values of `saved`; older files contain fewer fields."""
+    parts = get_args(hint)
+    origin = get_origin(hint)
+    if data is None or not (parts or is_dataclass(hint)):
+        return data
+    if origin is UnionType:
+        return loaded(parts[0], data)
+    if origin is Mapping:
+        read = _KEYS.get(parts[0], parts[0])
+        return {read(key): loaded(parts[1], entry) for key, entry in data.items()}
+    if origin is tuple:
+        items = parts if parts[-1] is not Ellipsis else repeat(parts[0])
+        return tuple(loaded(item, entry) for item, entry in zip(items, data, strict=False))
+    if hint is Constants:
+        return read_constants(data)
+    if hint is ModelSizes:
+        return ModelSizes.from_record(data)
+    types = get_type_hints(hint)
+    return hint(**{name: loaded(types[name], entry) for name, entry in data.items() if name in types})
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,20 +82,18 @@ def published(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tables(memory: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "activation": {int(tp): a for tp, a in memory["activation"].items()},
-        "gap": tuple((int(n), float(g)) for n, g in memory["gap"]),
-    }
-
-
-def _text(scheme: Scheme) -> str:
-    return f"tp{scheme[0]}pp{scheme[1]}"
+def _text(key: Any) -> Any:
+    if isinstance(key, StageKind):
+        return key.text
+    return "tp{}pp{}".format(*key) if isinstance(key, tuple) else key
 
 
 def _scheme(text: str) -> Scheme:
     tp, _, pp = text.removeprefix("tp").partition("pp")
     return int(tp), int(pp)
+
+
+_KEYS = {Scheme: _scheme, StageKind: StageKind.parse}
 
 
 def _gaps(by_name: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
