@@ -15,8 +15,7 @@ dominates Q if
 Every completion of a label has at least the t, o and g in `least`. Labels are raised to these minima, so that more
 labels are dominated.
 
-`sums[k]` is the least sum of stages with t <= caps[k]. So if a completion's slowest stage is between caps[k - 1] and
-caps[k], it costs at least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
+`sums` is the least sum of a completion's stages. Labels that cannot beat the best plan are dropped.
 """
 
 from __future__ import annotations
@@ -29,21 +28,11 @@ import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.metis.metis_cost import (
-    least_bandwidth,
-    one_type,
-    price,
-    samples_of,
-    size_index,
-    stage_bytes,
-    sync_ms,
-)
+from hydragraph.planner.metis.metis_cost import price, samples_of, size_index, stage_bytes
 from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
 _MIB = 1024.0 * 1024.0
-# Number of caps on the slowest stage's time.
-_CAPS = 8
 _ROUNDING = 1e-12
 
 
@@ -55,10 +44,9 @@ class Options(NamedTuple):
         size: ranks [O].
         dp: replicas [O].
         tp: ranks per replica [O].
-        first_row: first row of `upto` [O + 1]; a stage takes the largest difference in its rows.
+        first_row, last_row: rows of `upto` [O]; a stage takes the largest difference in its rows.
         upto: milliseconds of the first l layers [R, L + 1].
-        held: MB of the first l layers, each on the type that needs most [rows, L + 1].
-        memory_row: row of `held` [O].
+        held: MB of the first l layers, each on the type that needs most [O, L + 1].
         limit: MB of all devices or, if `per_rank`, of the smallest device [O].
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
@@ -71,9 +59,9 @@ class Options(NamedTuple):
     dp: Ints
     tp: Ints
     first_row: Ints
+    last_row: Ints
     upto: Floats
     held: Floats
-    memory_row: Ints
     limit: Floats
     bandwidth: Floats
     samples: Ints
@@ -81,131 +69,65 @@ class Options(NamedTuple):
     ahead: Floats
 
 
-def options_of(
-    tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
-) -> Options:
-    ranks = kinds.size
-    columns = tables.share.size + 1
+class Shapes(NamedTuple):
+    """Stages for one order of types and any B: first rank, ranks, log2 of tp, and ranks of each type [O, T]."""
+
+    start: Ints
+    size: Ints
+    degree: Ints
+    counts: Ints
+
+
+def shapes_of(tables: Tables, kinds: Ints, places: Ints, sizes: Ints, mixed_tp: bool, max_tp: int) -> Shapes:
     types, degrees = tables.upto.shape[:2]
-    most = ranks * sizes.size * degrees
-    # not compiled, because numba would need seconds to compile this
-    o = Options(
-        np.zeros(ranks + 1, np.int64),
-        np.zeros(most, np.int64),
-        np.zeros(most, np.int64),
-        np.zeros(most, np.int64),
-        np.zeros(most + 1, np.int64),
-        np.zeros((most if types == 1 else 2 * types * most, columns)),
-        np.zeros((most, columns)),
-        np.zeros(most, np.int64),
-        np.zeros(most),
-        np.zeros(most),
-        np.zeros(most, np.int64),
-        np.zeros(most),
-        np.full(ranks + 1, np.inf),
-    )
-    shared = np.full((types, degrees, tables.size_at.size), -1, np.int64)
-    used = np.zeros(3, np.int64)
-    write_options(tables, kinds, places, batches, sizes, mixed_tp, max_tp, o, shared, used)
-    count, rows, held_rows = used
+    grid = np.meshgrid(np.arange(kinds.size), sizes, np.arange(degrees), indexing="ij")
+    start, size, degree = (axis.ravel() for axis in grid)
+    able = (start + size <= kinds.size) & (1 << degree <= np.minimum(size, max_tp))
+    if not mixed_tp:
+        every = zip(start[able].tolist(), size[able].tolist(), (1 << degree[able]).tolist(), strict=True)
+        able[able] = [replicas_of_one_type(places, *shape) for shape in every]
+    start, size, degree = start[able], size[able], degree[able]
+    upto = np.cumsum(np.vstack((np.zeros(types, np.int64), np.eye(types, dtype=np.int64)[kinds])), axis=0)
+    return Shapes(start, size, degree, upto[start + size] - upto[start])
+
+
+def options_of(tables: Tables, kinds: Ints, shapes: Shapes, batches: int) -> Options:
+    mbs = tables.batch // (shapes.size >> shapes.degree) // batches
+    m = np.where((mbs > 0) & (mbs < tables.size_at.size), tables.size_at[np.minimum(mbs, tables.size_at.size - 1)], -1)
+    used = shapes.counts > 0
+    able = (m >= 0) & (tables.known[:, shapes.degree, m].T | ~used).all(1)
+    rows = tables.upto.reshape(-1, tables.upto.shape[3])
+    first_row = np.ravel_multi_index((kinds[shapes.start], shapes.degree, m), tables.sync.shape, mode="clip")
+    last_row = first_row + 1
+    mixed = np.flatnonzero(able & (used.sum(1) > 1))
+    further = np.zeros((int((shapes.size >> shapes.degree)[mixed].sum()), rows.shape[1]))
+    end = 0
+    for option in mixed.tolist():
+        first_row[option] = len(rows) + end
+        start, size, degree = shapes.start[option], shapes.size[option], shapes.degree[option]
+        row = replica_rows(tables, kinds, start, size, size >> degree, degree, batches, further, end)
+        able[option] = row >= 0
+        end = max(end, row)
+        last_row[option] = len(rows) + end
+    start, size, degree = (of[able] for of in shapes[:3])
+    m, used, counts = m[able], used[able], shapes.counts[able]
+    least = np.where(used, tables.capacity, np.inf).min(1)
+    memory = np.where(used[:, :, None], tables.memory[:, degree, m].swapaxes(0, 1), 0.0).max(1)
     return Options(
-        o.begin,
-        o.size[:count],
-        o.dp[:count],
-        o.tp[:count],
-        o.first_row[: count + 1],
-        o.upto[:rows].copy(),
-        o.held[:held_rows].copy(),
-        o.memory_row[:count],
-        o.limit[:count],
-        o.bandwidth[:count],
-        o.samples[:count],
-        o.sync[:count],
-        o.ahead,
+        np.searchsorted(start, np.arange(kinds.size + 1)),
+        size,
+        size >> degree,
+        1 << degree,
+        first_row[able],
+        last_row[able],
+        np.concatenate((rows, further[:end])),
+        np.cumsum(np.hstack((np.zeros((len(memory), 1)), memory)), axis=1),
+        least if tables.per_rank else counts @ tables.capacity,
+        np.where(used, tables.bandwidth, np.inf).min(1),
+        mbs[able],
+        batches * np.where(used, tables.sync[:, degree, m].T, -np.inf).max(1),
+        np.append(tables.bandwidth[kinds], np.inf),
     )
-
-
-@compiled
-def write_options(
-    tables: Tables,
-    kinds: Ints,
-    places: Ints,
-    batches: int,
-    sizes: Ints,
-    mixed_tp: bool,
-    max_tp: int,
-    o: Options,
-    shared: Ints,
-    used: Ints,
-) -> None:
-    ranks = kinds.size
-    for start in range(ranks):
-        o.begin[start] = used[0]
-        o.ahead[start] = tables.bandwidth[kinds[start]]
-        for group in sizes:
-            if start + group > ranks:
-                continue
-            for d in range(tables.upto.shape[1]):
-                width = 1 << d
-                if width > group or width > max_tp:
-                    break
-                if mixed_tp or replicas_of_one_type(places, start, group, width):
-                    add_option(tables, kinds, batches, start, group, d, o, shared, used)
-    o.begin[ranks] = used[0]
-
-
-@compiled
-def add_option(
-    tables: Tables, kinds: Ints, batches: int, start: int, group: int, d: int, o: Options, shared: Ints, used: Ints
-) -> None:
-    """Add an option if it was measured.
-
-    Args:
-        shared: rows of `held` by type, degree and size; -1: none.
-        used: numbers of options and of rows of `upto` and `held` so far.
-    """
-    count, begun, held_row = used
-    replicas = group >> d
-    mbs = tables.batch // replicas // batches
-    m = size_index(tables, mbs)
-    if mbs == 0 or m < 0:
-        return
-    last = sync_ms(tables, kinds, start, group, d, mbs)
-    if not np.isfinite(last):
-        return
-    kind = kinds[start]
-    alike = one_type(kinds, start, group)
-    if alike:
-        write_row(o.upto, begun, tables.upto[kind, d, m])
-        rows = begun + 1
-        if shared[kind, d, mbs] >= 0:
-            held_row = shared[kind, d, mbs]
-    else:
-        rows = replica_rows(tables, kinds, start, group, replicas, d, batches, o.upto, begun)
-        if rows < 0:
-            return
-    if held_row == used[2]:
-        write_held(tables, kinds, start, group, d, m, o.held[held_row])
-        used[2] += 1
-        if alike:
-            shared[kind, d, mbs] = held_row
-    least = np.inf
-    for rank in range(start, start + group):
-        o.limit[count] += tables.capacity[kinds[rank]]
-        least = min(least, tables.capacity[kinds[rank]])
-    if tables.per_rank:
-        o.limit[count] = least
-    o.size[count] = group
-    o.dp[count] = replicas
-    o.tp[count] = 1 << d
-    o.memory_row[count] = held_row
-    o.bandwidth[count] = least_bandwidth(tables, kinds, start, group)
-    o.samples[count] = mbs
-    o.sync[count] = last * batches
-    o.first_row[count] = begun
-    o.first_row[count + 1] = rows
-    used[0] += 1
-    used[1] = rows
 
 
 # numba takes seconds to compile np.concatenate.
@@ -221,16 +143,6 @@ def longer(rows: Floats, count: int) -> Floats:
     for number in range(rows.shape[0]):
         write_row(padded, number, rows[number])
     return padded
-
-
-@compiled
-def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: int, row: Floats) -> None:
-    for layer in range(tables.share.size):
-        most = 0.0
-        for rank in range(start, start + group):
-            if rank == start or kinds[rank] != kinds[rank - 1]:
-                most = max(most, tables.memory[kinds[rank], d, m, layer])
-        row[layer + 1] = row[layer] + most
 
 
 @compiled
@@ -265,14 +177,14 @@ def replica_rows(
 def took(o: Options, option: int, first: int, end: int) -> float:
     """Return a micro-batch's milliseconds in layers [`first`, `end`)."""
     slowest_ms = 0.0
-    for row in range(o.first_row[option], o.first_row[option + 1]):
+    for row in range(o.first_row[option], o.last_row[option]):
         slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
     return slowest_ms
 
 
 @compiled
 def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
-    memory_mb = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
+    memory_mb = o.held[option, end] - o.held[option, first]
     return bool(LEAST_MB + tables.factor * memory_mb <= o.limit[option])
 
 
@@ -297,34 +209,28 @@ def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> 
     return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
 
 
-def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
+def bounds_of(tables: Tables, o: Options) -> tuple[Floats, Floats, Ints, Ints]:
     """Return lower bounds on the cost of completing a plan after n ranks and l layers.
 
-    Args:
-        caps: caps on a stage's time in milliseconds, ascending [K].
-
     Returns:
-        sums: least sum of stages no slower than each cap [N + 1, L + 1, K].
+        sums: least sum of stages [N + 1, L + 1].
         least: least maxima of t, o and g [N + 1, L + 1, 3].
-        option, end: first stage of the completion that attains `sums` [N + 1, L + 1, K].
+        option, end: first stage of the completion that attains `sums` [N + 1, L + 1].
     """
     shape = (o.begin.size, tables.share.size + 1)
-    sums = np.full((*shape, caps.size), np.inf)
+    sums = np.full(shape, np.inf)
     least = np.full((*shape, 3), np.inf)
-    chosen = np.full((*shape, caps.size), -1, np.int64)
-    ends = np.zeros((*shape, caps.size), np.int64)
+    chosen = np.full(shape, -1, np.int64)
+    ends = np.zeros(shape, np.int64)
     sums[-1, -1] = least[-1, -1] = 0.0
-    write_bounds(tables, o, caps, sums, least, chosen, ends)
+    write_bounds(tables, o, sums, least, chosen, ends)
     return sums, least, chosen, ends
 
 
 @compiled
-def write_bounds(
-    tables: Tables, o: Options, caps: Floats, sums: Floats, least: Floats, chosen: Ints, ends: Ints
-) -> None:
+def write_bounds(tables: Tables, o: Options, sums: Floats, least: Floats, chosen: Ints, ends: Ints) -> None:
     ranks = o.begin.size - 1
     layers = tables.share.size
-    many = caps.size
     for start in range(ranks - 1, -1, -1):
         for option in range(o.begin[start], o.begin[start + 1]):
             behind = start + o.size[option]
@@ -335,8 +241,6 @@ def write_bounds(
                     if not fits(tables, o, option, first, end):
                         break
                     t = took(o, option, first, end)
-                    if t > caps[-1]:
-                        break
                     further = o.sync[option]
                     if behind < ranks:
                         between = min(o.bandwidth[option], o.ahead[behind])
@@ -346,19 +250,16 @@ def write_bounds(
                     here[0] = min(here[0], max(there[0], t))
                     here[1] = min(here[1], max(there[1], updating(tables, o, option, end - first)))
                     here[2] = min(here[2], max(there[2], gradients(tables, o, option, first, end)))
-                    for k in range(many - 1, -1, -1):
-                        if t > caps[k]:
-                            break
-                        total = t + further + sums[behind, end, k]
-                        if total < sums[start, first, k]:
-                            sums[start, first, k] = total
-                            chosen[start, first, k] = option
-                            ends[start, first, k] = end
+                    total = t + further + sums[behind, end]
+                    if total < sums[start, first]:
+                        sums[start, first] = total
+                        chosen[start, first] = option
+                        ends[start, first] = end
 
 
 @compiled
 def best_labels(
-    tables: Tables, o: Options, batches: int, caps: Floats, sums: Floats, least: Floats, best: float, fewest: int
+    tables: Tables, o: Options, batches: int, sums: Floats, least: Floats, best: float, fewest: int
 ) -> tuple[Ints, int, int]:
     """Search for a plan of at least `fewest` stages that costs less than `best`.
 
@@ -402,8 +303,6 @@ def best_labels(
                     if not fits(tables, o, option, first, end):
                         break
                     t = took(o, option, first, end)
-                    if t > caps[-1]:
-                        break
                     update = updating(tables, o, option, end - first)
                     gradient = gradients(tables, o, option, first, end)
                     label = heads[start, first]
@@ -429,10 +328,7 @@ def best_labels(
                         new[5] = o.bandwidth[option]
                         soonest = new[4] / (min(new[5], o.ahead[behind]) * _MIB)
                         latest = new[4] / (min(new[5], latest_at[behind]) * _MIB)
-                        rest = np.inf
-                        for k in range(caps.size):
-                            below = caps[k - 1] if k > 0 else 0.0
-                            rest = min(rest, (batches - 1) * max(new[1], below) + sums[behind, end, k])
+                        rest = (batches - 1) * new[1] + sums[behind, end]
                         if new[0] + soonest + new[2] + new[3] + fixed + rest >= best * (1.0 - _ROUNDING):
                             continue
                         if is_needless(
@@ -523,13 +419,13 @@ def drop_needless(
         label = following
 
 
-def _plan_of_sums(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
+def _plan_of_sums(o: Options, chosen: Ints, ends: Ints) -> Ints:
     start = 0
     options = []
     bounds = [0]
     while start < o.begin.size - 1:
-        options.append(chosen[start, bounds[-1], k])
-        bounds.append(ends[start, bounds[-1], k])
+        options.append(chosen[start, bounds[-1]])
+        bounds.append(ends[start, bounds[-1]])
         start += o.size[options[-1]]
     return _rows(o, options, bounds)
 
@@ -595,15 +491,15 @@ def optimum(
     for types in permutations(problem.types):
         kinds = problem.kinds(types)
         places = problem.places(types)
+        shapes = shapes_of(tables, kinds, places, sizes, mixed_tp, problem.max_tp)
         for batches in _divisors(problem.batch):
             if best is not None and is_late(until):
                 break
-            options = options_of(tables, kinds, places, batches, sizes, mixed_tp, problem.max_tp)
-            caps = np.full(1, np.inf)
-            sums, least, chosen, ends = bounds_of(tables, options, caps)
-            if not np.isfinite(sums[0, 0, 0]):
+            options = options_of(tables, kinds, shapes, batches)
+            sums, least, chosen, ends = bounds_of(tables, options)
+            if not np.isfinite(sums[0, 0]):
                 continue
-            rows = _plan_of_sums(options, chosen, ends, 0)
+            rows = _plan_of_sums(options, chosen, ends)
             if rows.shape[1] > fewest:
                 best = _better(problem, best, types, batches, rows)
             cases.append(_Case(_bound(problem, batches, sums, least), types, batches, options, sums, least))
@@ -611,33 +507,12 @@ def optimum(
     for case in sorted(cases, key=lambda case: case.bound):
         if best is not None and (is_late(until) or case.bound >= best.cost * (1.0 - _ROUNDING)):
             break
-        best, looked_at = _solved(problem, case, best, fewest)
+        cost = np.inf if best is None else best.cost
+        origin, last, looked_at = best_labels(tables, case.options, case.batches, case.sums, case.least, cost, fewest)
+        if last >= 0:
+            best = _better(problem, best, case.types, case.batches, _plan_of_label(case.options, origin, last))
         labels += looked_at
     return None if best is None else best._replace(labels=labels)
-
-
-def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
-    tables = problem.tables
-    batches = case.batches
-    lowest = case.least[0, 0, 0]
-    caps = np.full(1, np.inf)
-    if batches > 1 and best is not None:
-        others = batches * tables.generator + case.least[0, 0, 1] + case.least[0, 0, 2] + case.sums[0, 0, 0]
-        highest = (best.cost - others) / (batches - 1)
-        # Rounding must not exclude equal sums.
-        caps = np.geomspace(lowest, max(lowest, highest), _CAPS) * (1.0 + _ROUNDING)
-    sums, least, chosen, ends = bounds_of(tables, case.options, caps)
-    for k in range(len(caps)):
-        if np.isfinite(sums[0, 0, k]):
-            rows = _plan_of_sums(case.options, chosen, ends, k)
-            if rows.shape[1] > fewest:
-                best = _better(problem, best, case.types, batches, rows)
-    cost = np.inf if best is None else best.cost
-    origin, last, label_count = best_labels(tables, case.options, batches, caps, sums, least, cost, fewest)
-    if last >= 0:
-        rows = _plan_of_label(case.options, origin, last)
-        best = _better(problem, best, case.types, batches, rows)
-    return best, label_count
 
 
 def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
@@ -649,7 +524,7 @@ def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...],
 
 def _bound(problem: MetisProblem, batches: int, sums: Floats, least: Floats) -> float:
     start = least[0, 0]
-    pipeline = (batches - 1) * start[0] + start[1] + start[2] + sums[0, 0, 0]
+    pipeline = (batches - 1) * start[0] + start[1] + start[2] + sums[0, 0]
     return float(pipeline + batches * problem.tables.generator)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from hydragraph.planner.metis.cluster import MetisCluster
 from hydragraph.planner.metis.divisions import divisions
 from hydragraph.planner.metis.exact_optimum import Optimum, optimum
-from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE, Best, walk
+from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE, walk
 from hydragraph.planner.metis.problem import Ints, MetisProblem, StagePlan
 from hydragraph.planner.metis.profile import MetisProfile
 from hydragraph.spec import cluster as spec
@@ -89,35 +89,29 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
     if best is None:
         raise ValueError(_nothing(problem, groups == "metis"))
-    plan = _plan(problem, best.types, best.rows, best.batches)
+    plan = _plan(problem, best.types, best.batches, best.rows)
     return FoundPlan(**vars(plan), cost=best.cost, steps=best.labels)
 
 
 def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
     steps = 0
-    best: Best | None = None
-    best_types: tuple[str, ...] = ()
-    claimed: Best | None = None
-    claimed_types: tuple[str, ...] = ()
+    # (cost, types, micro-batches, plan): the cheapest plan that can train, and the plan that Metis reports
+    least: list[tuple[float, tuple[str, ...], int, Ints]] = [(np.inf, (), 0, np.zeros((4, 1), np.int64))] * 2
     for types, rows, twice in _visits(problem):
         kinds = problem.kinds(types)
         places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
-        divisions_best = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
-        steps += 2 * divisions_best.steps if twice else divisions_best.steps
-        if best is None or divisions_best.cost < best.cost:
-            best = divisions_best
-            best_types = types
-        if claimed is None or divisions_best.claimed < claimed.claimed:
-            claimed = divisions_best
-            claimed_types = types
-    if best is None or claimed is None or not np.isfinite(best.cost):
+        taken, costs, batches, plans = walk(
+            problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages
+        )
+        steps += 2 * taken if twice else taken
+        for which in range(2):
+            if costs[which] < least[which][0]:
+                least[which] = float(costs[which]), types, int(batches[which]), plans[which]
+    if not np.isfinite(least[0][0]):
         raise ValueError(_nothing(problem, True))
-    plan = _plan(problem, best_types, best.plan, best.batches)
-    printed = _plan(problem, claimed_types, claimed.claimed_plan, claimed.claimed_batches)
-    return FoundPlan(
-        **vars(plan), cost=float(best.cost), steps=steps, claimed=float(claimed.claimed), claimed_plan=printed
-    )
+    plan, printed = (_plan(problem, *each[1:]) for each in least)
+    return FoundPlan(**vars(plan), cost=least[0][0], steps=steps, claimed=least[1][0], claimed_plan=printed)
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
@@ -133,7 +127,7 @@ def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool
             twice = twice and empty
 
 
-def _plan(problem: MetisProblem, types: tuple[str, ...], rows: Ints, batches: int) -> StagePlan:
+def _plan(problem: MetisProblem, types: tuple[str, ...], batches: int, rows: Ints) -> StagePlan:
     groups, dp, tp = rows[:3, :-1].tolist()
     degrees = tuple(zip(dp, tp, strict=True))
     return StagePlan(types, tuple(groups), degrees, batches, tuple(np.diff(rows[3]).tolist()), problem)

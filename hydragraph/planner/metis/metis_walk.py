@@ -17,7 +17,7 @@ steps that led to a plan are counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -42,24 +42,6 @@ ATTEMPTS = 3
 LEAST_MB = 0.001
 
 
-class Best(NamedTuple):
-    """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
-
-    Attributes:
-        cost: lowest cost of a plan that can train; infinite if there is none.
-        batches: number of micro-batches.
-        claimed: lowest cost that Metis's program reports.
-    """
-
-    steps: int
-    cost: float
-    batches: int
-    plan: Ints
-    claimed: float
-    claimed_batches: int
-    claimed_plan: Ints
-
-
 @compiled
 def walk(
     tables: Tables,
@@ -70,13 +52,18 @@ def walk(
     max_tp: int,
     mixed_tp: bool,
     stages: int,
-) -> tuple[int, float, int, Ints, float, int, Ints]:
-    """Walk the degrees of each division into S stages; return the fields of `Best`.
+) -> tuple[int, Floats, Ints, Ints]:
+    """Walk the degrees of each division into S stages.
 
     Args:
         places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
         stages: number of stages in Metis's first price of a plan.
+
+    Returns:
+        The number of steps. Then, for the cheapest plan that can train and for the plan whose cost Metis's program
+        reports: cost (infinite if there is none) [2], number of micro-batches [2], and groups, dp, tp and first layers
+        [2, 4, S + 1].
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -89,12 +76,9 @@ def walk(
     left = np.zeros(count)
     lacking = np.zeros(count)
     steps = 0
-    best = np.inf
-    best_batches = 0
-    best_plan = np.zeros((4, count + 1), dtype=np.int64)
-    claimed = np.inf
-    claimed_batches = 0
-    claimed_plan = np.zeros((4, count + 1), dtype=np.int64)
+    costs = np.full(2, np.inf)
+    micro_batches = np.zeros(2, dtype=np.int64)
+    plans = np.zeros((2, 4, count + 1), dtype=np.int64)
     for row in range(divisions.shape[0]):
         groups[:] = divisions[row]
         capacity_mb(tables, kinds, groups, limits)
@@ -125,14 +109,17 @@ def walk(
                     if stages < count:
                         first = price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum()
                         printed = min(first, cost)
-                    if printed < claimed:
-                        claimed = printed
-                        claimed_batches = batches
-                        keep(claimed_plan, groups, dp, tp, bounds)
-                    if cost < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
-                        best = cost
-                        best_batches = batches
-                        keep(best_plan, groups, dp, tp, bounds)
+                    for which in range(2):
+                        value = printed if which else cost
+                        if value < costs[which] and (
+                            which == 1 or can_train(places, groups, tp, bounds, layers, mixed_tp)
+                        ):
+                            costs[which] = value
+                            micro_batches[which] = batches
+                            plans[which, 0, :count] = groups
+                            plans[which, 1, :count] = dp
+                            plans[which, 2, :count] = tp
+                            plans[which, 3] = bounds
                     if attempt == 1:
                         break
                 pending_steps += 1
@@ -142,16 +129,7 @@ def walk(
                     more = change(dp, tp, left)
                 else:
                     more = change(dp, tp, 1.0 / dp)
-    return steps, best, best_batches, best_plan, claimed, claimed_batches, claimed_plan
-
-
-@compiled
-def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
-    count = groups.size
-    plan[0, :count] = groups
-    plan[1, :count] = dp
-    plan[2, :count] = tp
-    plan[3] = bounds
+    return steps, costs, micro_batches, plans
 
 
 @compiled
@@ -168,7 +146,7 @@ def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, m
     return True
 
 
-@compiled
+@partial(compiled, shared=True)
 def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
     if tp == 1 or one_type(kinds, start, size):
         return True
