@@ -327,7 +327,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord:
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise ValueError(f"{place}: {_HISTORY!r} has {turn!r}: give a list of [prompt, answer] pairs")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        messages += [{"role": "user", "content": turn[0]}, _message({"role": ASSISTANT, "content": turn[1]}, place)]
     messages.append({"role": "user", "content": "\n".join(text for text in (instruction, input_text) if text)})
     messages.append({"role": "assistant", "content": output})
     paired = ", paired with an input that provides further context" if input_text else ""
@@ -431,6 +431,8 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} has neither content nor tool_calls: add content")
     converted.setdefault("content", "")  # templates require a string
+    if role == ASSISTANT and not (calls or converted["content"].strip() or converted.keys() - OF_MESSAGES):
+        converted["weight"] = 0  # otherwise, the model would learn to answer nothing
     return converted
 
 

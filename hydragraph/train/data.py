@@ -29,7 +29,7 @@ from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
-_ENCODING = 5  # version of the encoding, part of the cache key
+_ENCODING = 6  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 # Python's tests contain files with deliberate errors.

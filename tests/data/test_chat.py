@@ -66,7 +66,7 @@ def test_chatml_counts_what_the_assistant_says_and_its_end(template: str, last: 
 
 
 words = st.text(st.sampled_from("ab é日🦎\n"), max_size=6)
-turns = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(
+turns = st.lists(st.tuples(words, words.filter(str.strip)), min_size=1, max_size=4).map(
     lambda pairs: [
         turn for q, a in pairs for turn in ({"role": "user", "content": q}, {"role": "assistant", "content": a})
     ]

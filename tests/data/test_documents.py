@@ -126,6 +126,12 @@ def test_weights_and_template_arguments_are_kept() -> None:
     assert isinstance(document, Conversation)
     assert [turn.get("weight") for turn in document.messages] == [None, 0, 0, None]
     assert document.arguments == {"think": False}
+    silent = {"role": "assistant", "content": " "}
+    document = PLAIN.document({"messages": [silent, {**silent, "reasoning": "r"}]}, "chat", "f:1")
+    assert document == Conversation(({**silent, "weight": 0}, {**silent, "reasoning": "r"}))
+    alpaca = PLAIN.document({"instruction": "I", "output": "A", "history": [["q", ""]]}, "alpaca", "f:1")
+    assert isinstance(alpaca, AlpacaRecord)
+    assert alpaca.messages[1]["weight"] == 0
     with pytest.raises(ValueError, match=r"f:1: messages\[0\]: its weight is 0.5: give 1, or 0"):
         PLAIN.document({"messages": [{**HI[1], "weight": 0.5}]}, "chat", "f:1")
 
