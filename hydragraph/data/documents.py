@@ -166,11 +166,12 @@ class Fields:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
-        """Convert a record to a document or a pair of answers; return None if its text is null."""
+        """Convert a record to a document or a pair of answers; return None if its text is blank."""
         if format == "text":
             if self.text not in record:
                 raise ValueError(self._no_text(record, place))
-            return _text(record[self.text], self.text, place)
+            text = _text(record[self.text], self.text, place)
+            return text if text and text.strip() else None
         if format == "chat":
             said = _messages(_field(record, self.messages, place), self.messages, place)
             if said[0]["role"] != _SYSTEM:
@@ -185,7 +186,7 @@ class Fields:
         prompt = _field(record, self.prompt, place)
         completion = _field(record, self.completion, place)
         if isinstance(prompt, str) and isinstance(completion, str):
-            if not completion:
+            if not completion.strip():
                 raise ValueError(f"{place}: {self.completion!r} is empty: remove the record")
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -229,7 +230,7 @@ class Fields:
         value = record.get(name)
         if isinstance(value, Mapping):  # a single message
             value = [value]
-        if value is None or value in ("", []):
+        if not value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): remove the pair")
         if not isinstance(value, str | list):
             raise ValueError(f"{place}: {name!r} is {type_text(value)}: give a text, or a list of messages")
@@ -316,7 +317,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord:
     instruction = _text(_field(record, _INSTRUCTION, place), _INSTRUCTION, place) or ""
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
     output = _text(_field(record, name, place), name, place)
-    if not output:
+    if not output or not output.strip():
         raise ValueError(f"{place}: {name!r} is empty: remove the record")
     input_text = next((text for name in _INPUTS if (text := _text(record.get(name), name, place))), "")
     messages: list[Mapping[str, Any]] = []

@@ -83,6 +83,8 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         ({"conversations": HI}, "text", "set messages_field to 'conversations'"),
         ({"prompt": "a"}, "completion", "f:3: no field 'completion'"),
         ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty: remove the record"),
+        ({"prompt": "a", "completion": " \n"}, "completion", "'completion' is empty: remove the record"),
+        ({"instruction": "a", "output": " "}, "alpaca", "'output' is empty: remove the record"),
         ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
         ({"messages": HI, "tools": "x"}, "chat", "'tools' is not valid JSON"),
         ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is not a list of tools"),
@@ -92,6 +94,15 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
 def test_a_record_of_another_kind_is_told(record: dict[str, Any], format: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         PLAIN.document(record, format, "f:3")
+
+
+def test_a_blank_text_is_no_document() -> None:
+    assert [PLAIN.document({"text": text}, "text", "f:1") for text in (None, "", "\n ", " a")] == [
+        None,
+        None,
+        None,
+        " a",
+    ]
 
 
 def test_sharegpt_as_others_write_it() -> None:
@@ -259,6 +270,7 @@ def test_a_pair_for_an_instruction() -> None:
             r"f:3: there is no rejected answer \('rejected' is None\): remove the pair",
         ),
         ({"prompt": "Q", "chosen": "", "rejected": "B"}, "there is no chosen answer"),
+        ({"prompt": "Q", "chosen": " ", "rejected": "B"}, "there is no chosen answer"),
         ({"prompt": "Q", "chosen": 1, "rejected": 2}, "'chosen' is an int: give a text, or a list of messages"),
         ({"prompt": "Q", "chosen": [], "rejected": [NO]}, "there is no chosen answer"),
         (
