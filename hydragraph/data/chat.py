@@ -69,7 +69,7 @@ class DocumentEncoder:
     def encode(self, document: Document, place: str) -> Encoded:
         """Encode the document at `place`; a ValueError states why this is impossible."""
         if isinstance(document, str):
-            return Encoded([*self._begun(document), self.end])
+            return Encoded(self._ended(self._begun(document)))
         if isinstance(document, TokenIds):
             return self._given(document, place)
         if isinstance(document, AlpacaRecord) and self.template is None:
@@ -96,6 +96,9 @@ class DocumentEncoder:
         ids = self._ids(text)
         return ids if ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
 
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if ids[-1:] == [self.end] else [*ids, self.end]
+
     def _given(self, tokens: TokenIds, place: str) -> Encoded:
         most = vocabulary_of(self.tokenizer)
         odd = next((i for i in tokens.ids if not 0 <= i < most), None)
@@ -112,8 +115,7 @@ class DocumentEncoder:
         # Many tokenizers add a space before a text, so the completion is encoded after other text.
         answer = _rest(self._begun(pair.prompt + text), prompt) or _rest(self._ids("\n" + text), self._ids("\n"))
         answer = answer or self._ids(text)
-        if answer[-1:] != [self.end]:
-            answer = [*answer, self.end]
+        answer = self._ended(answer)
         return Encoded([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
     def _conversation(self, conversation: Conversation, place: str) -> Encoded:

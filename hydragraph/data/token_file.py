@@ -210,7 +210,10 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Se
     begins = list(begin)
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     every = (encoding.ids for encoding in encodings)
-    return [Encoded([*(begins if ids[: len(begins)] != begins else ()), *ids, end]) for ids in every]
+    return [
+        Encoded([*(begins if ids[: len(begins)] != begins else ()), *ids, *([end] if ids[-1:] != [end] else ())])
+        for ids in every
+    ]
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:

@@ -206,10 +206,12 @@ def test_completions_get_no_space_from_tokenizers_that_add_one_before_texts() ->
         assert (pair.ids, pair.targets) == ([*before, *answer, 6], [False] * len(before) + [True, True])
 
 
-def test_a_completion_that_ends_itself_is_not_ended_twice() -> None:
+def test_a_document_that_ends_itself_is_not_ended_twice() -> None:
     pair = DocumentEncoder(TOKENIZER, END).encode(Completion("hello", "there<|endoftext|>"), "here")
     assert list(pair.ids).count(END) == 1
-    assert list(DocumentEncoder(TOKENIZER, END).encode("hello", "here").ids) == [*ids("hello"), END]
+    for text in ("hello", "hello<|endoftext|>"):
+        for encoded in (DocumentEncoder(TOKENIZER, END).encode(text, "here"), *encode_texts([text], TOKENIZER, END)):
+            assert list(encoded.ids) == [*ids("hello"), END]
 
 
 def test_tools_are_offered_and_called() -> None:

@@ -83,7 +83,8 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert one.fingerprint == two.fingerprint != three.fingerprint
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
     # The same tokens, cut elsewhere.
-    cut = [write_tokens(tmp_path / "c", [a, b], TOKENIZER) for a, b in (("x", "<|endoftext|>"), ("x<|endoftext|>", ""))]
+    end = "<|endoftext|>"
+    cut = [write_tokens(tmp_path / "c", texts, TOKENIZER) for texts in (["x", f"{end}y"], [f"x{end}{end}", "y"])]
     assert torch.equal(torch.cat(tokens_of(cut[0])), torch.cat(tokens_of(cut[1])))
     assert cut[0].fingerprint != cut[1].fingerprint
 
