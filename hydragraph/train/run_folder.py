@@ -86,6 +86,8 @@ class RunFolder:
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
         if last is not None and config.epochs is None and last.step > config.steps:
             raise ValueError(f"{last.path} is past the last step: set 'steps' to {last.step} or more")
+        if last is not None:
+            self._refuse_other_scaling(config)
         return last
 
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
@@ -230,11 +232,8 @@ class RunFolder:
         return earlier[-1]
 
     def changes(self, config: TrainConfig) -> str:
-        try:
-            before = TrainConfig.load(self.config)
-        except (ValueError, OSError):
-            return ""
-        return ", ".join(differences(before, config))
+        before = self._last_config()
+        return "" if before is None else ", ".join(differences(before, config))
 
     def chosen(self, step: int | None) -> Checkpoint:
         """Return the checkpoint of a step, or the latest one; a ValueError lists the existing checkpoints."""
@@ -256,6 +255,24 @@ class RunFolder:
             return by_step[step]
         steps = ", ".join(f"step-{number}" for number in by_step) or "none"
         raise ValueError(f"output {self.path} holds no complete checkpoint of step {step} (complete: {steps})")
+
+    def _last_config(self) -> TrainConfig | None:
+        try:
+            return TrainConfig.load(self.config)
+        except (ValueError, OSError):
+            return None
+
+    def _refuse_other_scaling(self, config: TrainConfig) -> None:
+        before = self._last_config()
+        if before is None or before.adapter is None or config.adapter is None:
+            return
+        for name in ("alpha", "rslora"):
+            saved, asked = (getattr(each.adapter.lora, name) for each in (before, config) if each.adapter is not None)
+            if saved != asked:
+                raise ValueError(
+                    f"adapter.lora.{name} is {asked}, but the checkpoints in {self.path} were trained with {saved}: "
+                    f"resume with the same {name}"
+                )
 
     def _refuse_unwritable(self) -> None:
         """Raise an error if the folder cannot be written, such as on a read-only file system."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.spec.record import from_record
-from hydragraph.train.config import CheckpointConfig, TrainConfig
+from hydragraph.train.config import AdapterConfig, CheckpointConfig, LoraConfig, TrainConfig
 from hydragraph.train.pieces_config import PiecesConfig
 from hydragraph.train.run_folder import RunFolder
 from tests.train.plain import settings
@@ -37,6 +37,22 @@ def test_resumes_from_the_latest_checkpoint_that_is_complete(tmp_path: Path) -> 
     last = folder.begin(config(tmp_path), "resume")
     assert last is not None
     assert (last.step, last.path) == (4, folder.place(4))
+
+
+def test_an_adapter_keeps_its_scaling(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    first, alpha, rslora = (
+        replace(config(tmp_path), adapter=AdapterConfig(LoraConfig(r=2, **changed)))
+        for changed in ({}, {"alpha": 64.0}, {"rslora": True})
+    )
+    folder.begin(first, "new")
+    save(folder, 4)
+    dropout = replace(first, adapter=AdapterConfig(LoraConfig(r=2, dropout=0.1)))
+    assert folder.begin(dropout, "resume") is not None
+    for changed, name in ((alpha, "alpha is 64.0"), (rslora, "rslora is True")):
+        with pytest.raises(ValueError, match=rf"adapter\.lora\.{name}, but the checkpoints in .* resume with the same"):
+            folder.begin(changed, "resume")
+    folder.begin(alpha, "overwrite")
 
 
 def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_path: Path) -> None:
