@@ -252,12 +252,21 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
             folders.clear()
             yield from saved
             continue
+        if _is_output(set(names)):
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
             matches = suffixes is None or _ends_in(path, suffixes)
             if matches and not name.startswith(".") and path.is_file():  # not a pipe or a dangling link
                 yield path
+
+
+def _is_output(names: set[str]) -> bool:
+    """Return whether files with these names belong to a run folder or to cached data."""
+    run = "config.yaml" in names and not names.isdisjoint({"metrics.jsonl", "owner.json"})
+    return run or ("tokenizer.json" in names and any(re.fullmatch(r"tokens(-\d+)?\.bin", name) for name in names))
 
 
 def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:

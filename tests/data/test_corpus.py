@@ -43,6 +43,14 @@ def test_walks_directories_in_sorted_order_past_hidden_and_cache_folders(tmp_pat
     assert list(documents([tmp_path / "z", tmp_path / "b.txt"])) == ["z/1.txt", "b.txt"]
 
 
+def test_a_directory_is_read_without_the_runs_and_cached_tokens_in_it(tmp_path: Path) -> None:
+    for name in ("a.txt", "metrics.jsonl/c.txt", "run/config.yaml", "run/owner.json", "run/model/merges.txt"):
+        write(tmp_path / name, "x")
+    for name in ("run/events.jsonl", "cache/0a/tokens.bin", "cache/0a/tokenizer.json", "cache/0a/merges.txt"):
+        write(tmp_path / name, "x")
+    assert files([tmp_path]) == [tmp_path / "a.txt", tmp_path / "metrics.jsonl" / "c.txt"]
+
+
 def test_a_suffix_filters_directories_but_not_named_files(tmp_path: Path) -> None:
     markdown, text = write(tmp_path / "in" / "a.MD", "md"), write(tmp_path / "in" / "b.txt", "txt")
     named = write(tmp_path / "c.rst", "rst")
