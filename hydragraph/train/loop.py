@@ -549,6 +549,8 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         steps: Any = run.pairs or run.executor
         report: StepReport = steps.step(sequences, strategy)
     except FloatingPointError as error:
+        if state.saved < state.done:
+            checkpoint(run, state)
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # so that the error names the checkpoint that is being written
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None

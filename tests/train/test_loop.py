@@ -186,11 +186,15 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path) -> None
         return PlainExecutor(model, optimizer, fail_at=3)
 
     with pytest.raises(FloatingPointError) as caught:
-        train(config(tmp_path), "new", fail, Watched())
+        train(config(tmp_path, checkpoint_every=0), "new", fail, Watched())
     sentence = str(caught.value)
     assert sentence.startswith("step 3: the loss is inf; ")
     assert "the last checkpoint is " in sentence
     assert "step-00000002: continue with --resume" in sentence
+    resumed = train(config(tmp_path), "resume", compile_plain, Watched())
+    (tmp_path / "whole").mkdir()
+    whole = replace(config(tmp_path), output=str(tmp_path / "whole"))
+    assert curve(resumed.history) == curve(train(whole, "new", compile_plain, Watched()).history)
 
 
 def test_transformers_loads_the_final_model(tmp_path: Path) -> None:
