@@ -54,7 +54,7 @@ class Executable(Membership):
         spans: list to which steps append their instructions' times, or None.
         watched: whether idle ranks measure the speed of their devices; equal on all ranks.
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
-        listens: function called when ranks agree on a step; a positive result acts like `stopping`.
+        listens: function called when ranks agree on a call; a positive result acts like `stopping`.
     """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

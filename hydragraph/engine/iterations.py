@@ -196,7 +196,7 @@ class IterationRunner(CollectiveCalls):
             call, ranks = promised.agreed
         else:
             call = self._checked(sequences, given, purpose, divide_by)
-            ranks = self._session.compare(call.mark, self._reason_to_stop() if purpose == "train" else 0)
+            ranks = self._session.compare(call.mark, self._reason_to_stop() if purpose == "train" else self._heard())
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -274,7 +274,10 @@ class IterationRunner(CollectiveCalls):
     def _reason_to_stop(self) -> int:
         member = here()
         called = CALLED if member is not None and member.called else 0
-        return max(self.stopping, self.listens() if self.listens is not None else 0, called)
+        return max(self.stopping, self._heard(), called)
+
+    def _heard(self) -> int:
+        return self.listens() if self.listens is not None else 0
 
     # Preparation.
 

@@ -10,6 +10,7 @@ import torch
 from hydragraph.cluster.launch import World
 from hydragraph.data.mini_batches import Drawn
 from hydragraph.engine.step_report import StepReport
+from hydragraph.errors import Stopped
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.loss_picture import matplotlib_installed
@@ -32,7 +33,10 @@ _REPORTED = (
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
     config = run.config
-    losses, eval_pairs = _evaluate(run, step) if run.evaluates(step) else ({}, {})
+    try:
+        losses, eval_pairs = _evaluate(run, step) if run.evaluates(step) else ({}, {})
+    except Stopped:  # the next step raises it again
+        losses, eval_pairs = {}, {}
     if run.log is None or run.watcher is None:
         return
     comparison = run.expectation.stepped(report.strategy, report.expected_s, report.seconds - report.preparing_s)

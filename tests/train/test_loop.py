@@ -22,6 +22,7 @@ from hydragraph.cluster.processes.rank_process import KEPT
 from hydragraph.cluster.processes.stop_requests import Stopping
 from hydragraph.data import tokenizer
 from hydragraph.data.chat import CHATML_TOKENS
+from hydragraph.errors import Stopped
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.record import from_record
 from hydragraph.train import loop, run_saving, step_reporting
@@ -317,6 +318,23 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(step: in
     resumed = train(cut, "resume", compile_plain, Watched())
     assert resumed.stopped == 0
     assert curve(resumed.history) == curve(whole.history)
+
+
+def test_a_run_that_is_asked_to_stop_during_an_evaluation_skips_it_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = Stopping(30)
+
+    def evaluate(*_: object) -> PlainReport:
+        stopping.signal = 15
+        raise Stopped(15)
+
+    monkeypatch.setattr(PlainExecutor, "evaluate", evaluate)
+    run = config(tmp_path, evaluate_every=3, checkpoint_every=0)
+    outcome = train(run, "new", compile_plain, Watched(), stopping=stopping)
+    assert outcome.stopped == 15
+    assert [(m.step, m.eval_loss) for m in outcome.history] == [(1, None), (2, None), (3, None)]
+    assert saved(tmp_path) == ["3"]
 
 
 def test_a_run_that_is_asked_to_stop_before_its_first_step_saves_nothing(tmp_path: Path) -> None:
