@@ -174,7 +174,6 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
-        "use_cache": False,
     }
     with _refused_by(kind):
         return kind(**{**defaults, **settings})

@@ -46,6 +46,7 @@ def test_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
 def test_special_tokens_and_vocabulary_are_the_tokenizers() -> None:
     config: Any = build_model(llama(), 50, 7, 0).config
     assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (50, 7, 7)
+    assert config.use_cache, "generation with the exported model needs its cache"
     assert build_model(llama(vocab_size=64), 50, 7, 0).config.vocab_size == 64
 
 
