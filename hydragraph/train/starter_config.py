@@ -12,6 +12,8 @@ from hydragraph.data.documents import PAIRS, PROMPTS, Fields, Format
 from hydragraph.data.json_object import read_object
 
 _BYTES_PER_TOKEN = 4
+_SMALL_BYTES = 1 << 20
+_FEWEST = 256  # tokens per step
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class InspectedPaths:
 
     Attributes:
         positions: maximum sequence length of the model; 0: unknown.
+        longest: upper bound of the tokens of a record that must not be cut; 0: none must not.
     """
 
     model: Path | None
@@ -29,6 +32,7 @@ class InspectedPaths:
     tokens: int
     positions: int
     templated: bool
+    longest: int = 0
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
@@ -61,7 +65,14 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
         size // _BYTES_PER_TOKEN,
         _positions(model) if model is not None else 0,
         model is not None and _has_template(model),
+        _longest(corpus.files(data), size) if formats - {"text", "tokens"} else 0,
     )
+
+
+def _longest(files: Sequence[Path], size: int) -> int:
+    if size > _SMALL_BYTES or any(path.suffix != ".jsonl" for path in files):
+        return size
+    return max(len(line) for path in files for line in path.read_bytes().splitlines()) // 2
 
 
 def _remedy(path: Path) -> str:
@@ -77,6 +88,7 @@ def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
     if found.data:
+        longest = min(longest, max(found.tokens // 20, found.longest, _FEWEST))
         per_step = max(min(per_step, found.tokens // 20), 2 * longest if found.format == "preference" else longest)
     lines = [
         "# Run hydragraph train with this file; hydragraph check estimates the memory and the time of a step.",
@@ -187,7 +199,7 @@ def _paths_comment(found: InspectedPaths) -> str:
 _OBJECTIVE = ["objective: {dpo: {beta: 0.1}}  # or simpo or orpo, which need no reference; see docs/preferences.md"]
 _PRETRAINING = [
     "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
-    "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+    "schedule: {warmup_ratio: 0.1, decay: cosine, min_lr_ratio: 0.1}",
 ]
 
 
@@ -197,7 +209,7 @@ def _optimizer(found: InspectedPaths) -> list[str]:
     rate, adapters = ("1.0e-6", "2e-5") if found.format == "preference" else ("1.0e-5", "2e-4")
     return [
         f"optimizer: {{name: AdamW, lr: {rate}, weight_decay: 0.0}}  # about {adapters} with adapters",
-        "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+        "schedule: {warmup_ratio: 0.1, decay: cosine, min_lr_ratio: 0.1}",
         "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # trains only adapters, which needs less memory",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,15 @@ def test_what_cannot_be_started_from_is_told(tmp_path: Path, model: Path) -> Non
     (tmp_path / "c.jsonl").write_text('{"ids": [1]}')
     with pytest.raises(ValueError, match=r"c.jsonl:1: 'ids' is a list, not text"):
         look([tmp_path / "c.jsonl"])
+
+
+@pytest.mark.parametrize(("turns", "length"), [(1, 256), (60, 976)])
+def test_small_data_are_trained_on_in_several_steps(turns: int, length: int, tmp_path: Path) -> None:
+    data = tmp_path / "chats.jsonl"
+    lines = [json.dumps({"messages": TURNS * count}) for count in (*[1] * 60, turns)]
+    data.write_text("\n".join(lines))
+    found = replace(look([data]), model=Path("model"), positions=32768, templated=True)
+    config = TrainConfig.parse(starter(found, False, "runs/first"))
+    assert config.data.max_length == config.data.tokens_per_step
+    assert config.data.max_length == pytest.approx(length, abs=length // 2 if turns > 1 else 0)
+    assert config.schedule.warmup_of(20) == 2
