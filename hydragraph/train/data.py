@@ -378,7 +378,10 @@ def _stream(config: TrainConfig, source: SourceConfig, file: TokenFile, **split:
 
 
 def _training_stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniBatches:
-    return _stream(config, config.data.sources[i], file, seed=config.seed, split=split, heldout=config.held_out)
+    try:
+        return _stream(config, config.data.sources[i], file, seed=config.seed, split=split, heldout=config.held_out)
+    except ValueError as error:
+        raise ValueError(f"data.mixture[{i}]: {error}" if config.data.mixture else str(error)) from None
 
 
 def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:

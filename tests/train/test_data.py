@@ -240,6 +240,14 @@ def test_blank_files_do_not_shift_pairs(tmp_path: Path) -> None:
     assert len(open_tokens(run, prepare(run)).files[0]) == 8
 
 
+def test_a_corpus_that_is_too_short_to_hold_out_a_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    mixture = [{"paths": settings(tmp_path)["data"]["paths"]}, {"paths": [str(tmp_path / "short.txt")]}]
+    run = config(tmp_path, paths=[], mixture=mixture, vocab_size=320)
+    with pytest.raises(ValueError, match=r"data\.mixture\[1\]: heldout .* needs 2 pieces"):
+        mini_batches(run, open_tokens(run, prepare(run)))
+
+
 def test_mixtures_and_evaluation_sets_have_files_of_their_own(tmp_path: Path) -> None:
     chats = chat_file(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "what", "completion": " it"}\n' * 9)
