@@ -114,7 +114,7 @@ class Metrics:
 
 
 def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -225,7 +225,10 @@ def tensorboard_installed() -> bool:
 
 
 def _line(metrics: Metrics) -> str:
-    return json.dumps(asdict(metrics)) + "\n"
+    record = asdict(metrics)
+    for values in (record, record["eval_losses"]):
+        values.update({name: None for name, value in values.items() if value != value})  # JSON has no NaN
+    return json.dumps(record) + "\n"
 
 
 def _parse(line: str, place: str) -> Metrics:
@@ -234,6 +237,10 @@ def _parse(line: str, place: str) -> Metrics:
         if "beside" in record:
             record["comparison"] = record["beside"]
         values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
+        losses = values.get("eval_losses", {})
+        values["eval_losses"] = {name: math.nan if loss is None else loss for name, loss in losses.items()}
+        if losses and values.get("eval_loss") is None:
+            values["eval_loss"] = math.nan
         return Metrics(**{**values, **{name: tuple(values.get(name, ())) for name in ("micro_batches", "plan")}})
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}: not a line of metrics ({error}): delete the line, or the run folder") from None

@@ -46,6 +46,16 @@ def test_a_comparison_under_its_earlier_name_is_read(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "m")[0].comparison == "expected 1 s"
 
 
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    losses = {"a": math.nan, "b": 1.0}
+    with MetricsLog(tmp_path / "m", None, 0) as log:
+        log.write(replace(STEP, eval_loss=math.nan, eval_losses=losses))
+    assert "NaN" not in (tmp_path / "m").read_text()
+    (read,) = read_metrics(tmp_path / "m")
+    assert str((read.eval_loss, read.eval_losses)) == str((math.nan, losses))
+    assert str(read.perplexities) == str({"a": math.nan, "b": math.e})
+
+
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_keep_every_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("metrics") / "m"
