@@ -27,9 +27,7 @@ _ALTERNATIVES = dict([*_PAIRS, *((second, first) for first, second in _PAIRS)])
 
 def differences(before: Config, after: Config) -> list[str]:
     """Return every field that differs, such as "optimizer.lr 0.001 -> 0.01"."""
-    old, new = (dict(_fields("", plain(asdict(config)))) for config in (before, after))
-    names = [*old, *(name for name in new if name not in old)]
-    return [f"{n} {_short(old.get(n))} -> {_short(new.get(n))}" for n in names if old.get(n) != new.get(n)]
+    return list(_differences("", plain(asdict(before)), plain(asdict(after))))
 
 
 def given_plan(config: Any) -> Any:
@@ -50,12 +48,16 @@ def underived(config: Any) -> dict[str, Any]:
     return data
 
 
-def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _fields(f"{prefix}.{name}" if prefix else str(name), item)
-    else:
-        yield prefix, value
+def _differences(place: str, old: Any, new: Any) -> Iterator[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in {**old, **new}:
+            yield from _differences(f"{place}.{name}" if place else name, old.get(name), new.get(name))
+    elif isinstance(new, Mapping) and old is None:
+        yield f"{place} added"
+    elif isinstance(old, Mapping) and new is None:
+        yield f"{place} removed"
+    elif old != new:
+        yield f"{place} {_short(old)} -> {_short(new)}"
 
 
 def _short(value: object) -> str:

@@ -221,6 +221,10 @@ def test_differences_name_every_field_that_changed(tmp_path: Path) -> None:
         "grace_s",
     ]
     assert found[0] == f"model.config.hidden_size {before.model.config['hidden_size']} -> 32"  # type: ignore[index]
+    one, other = (
+        TrainConfig.load(write(tmp_path, {}), [f"data.evaluation={{{name}: {{paths: [x]}}}}"]) for name in "ab"
+    )
+    assert differences(one, other) == ["data.evaluation.a removed", "data.evaluation.b added"]
     assert found[3:] == ["optimizer.eps none -> 1e-06", "grace_s 30.0 -> 5"]
 
 
