@@ -21,6 +21,7 @@ from hydragraph.checkpoint.folder import complete, set_aside, step_name
 from hydragraph.checkpoint.manifest import is_whole
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_overrides import differences
+from hydragraph.train.stragglers.run_events import drop_events
 
 Begin = Literal["new", "resume", "overwrite", "auto"]
 _LOCK_POLL_S = 0.05
@@ -93,7 +94,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder and write the resolved config; return the result of `check`.
 
-        If `step` is given, later checkpoints are renamed and then ignored.
+        If `step` is given, later checkpoints are renamed, and later events deleted.
         """
         last = self.check(config, how, step)
         if how == "overwrite":
@@ -103,6 +104,8 @@ class RunFolder:
         for checkpoint in self.all() if step is not None else ():
             if last is not None and checkpoint.step > last.step:
                 set_aside(checkpoint.path, "later")
+        if step is not None and last is not None:
+            drop_events(self.events, last.step)
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
         directory, run = self.identity

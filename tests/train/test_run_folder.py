@@ -16,6 +16,7 @@ from hydragraph.spec.record import from_record
 from hydragraph.train.config import AdapterConfig, CheckpointConfig, LoraConfig, TrainConfig
 from hydragraph.train.pieces_config import PiecesConfig
 from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.stragglers.run_events import Name, RunEvent, append_event, read_events
 from tests.train.plain import settings
 
 
@@ -72,6 +73,21 @@ def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_p
     assert len({*runs}) == 3
     folder.begin(config(tmp_path), "resume")
     assert folder.identity[1] not in runs, "its checkpoints are not kept in pieces, which would then be old"
+
+
+def test_a_run_that_leaves_its_course_forgets_what_happened_later(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    save(folder, 4)
+    happened: list[tuple[int, Name, float]] = [(4, "fault", 0), (5, "fault", 0), (5, "resumed", 2)]
+    happened += [(6, "saved", 1), (6, "resumed", 0)]
+    events = [RunEvent(step, name, (1,), seconds, "") for step, name, seconds in happened]
+    for event in events:
+        append_event(folder.events, event)
+    folder.begin(config(tmp_path), "resume")
+    assert read_events(folder.events) == events
+    folder.begin(config(tmp_path), "resume", 4)
+    assert read_events(folder.events) == [events[0], *events[3:]]
 
 
 def test_a_tracker_sees_a_run_that_continues_as_the_same_run(tmp_path: Path) -> None:

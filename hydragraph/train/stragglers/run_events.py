@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from hydragraph.atomic_write import write_whole
+
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
 # Titles of events, in the order in which the loss picture shows them.
@@ -111,6 +113,14 @@ def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
 def read_events(path: Path) -> list[RunEvent]:
     """Read an events file; if a line cannot be read, a ValueError names the line."""
     return [_parse(line, place) for line, place in complete_lines(path)]
+
+
+def drop_events(path: Path, after: int) -> None:
+    """Delete events after a step, except those about saves and sessions."""
+    events = [(line, _parse(line, place)) for line, place in complete_lines(path)]
+    kept = [e.step <= after or e.event == "saved" or (e.event == "resumed" and not e.seconds) for _, e in events]
+    if not all(kept):
+        write_whole(path, "".join(line for (line, _), stays in zip(events, kept, strict=True) if stays))
 
 
 def _parse(line: str, place: str) -> RunEvent:
