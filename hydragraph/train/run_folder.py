@@ -68,10 +68,12 @@ class RunFolder:
                 "resume" (continue the run) or "auto" (continue the run if it has a checkpoint, else replace it).
 
         Raises:
-            ValueError: "new" with an earlier run, "resume" without a checkpoint, or a checkpoint after the last step.
+            ValueError: "new" with an earlier run, "resume" without a checkpoint, a checkpoint after the last step, or
+                files that no run wrote.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
+        self._refuse_files_of_others()
         holds_run = self.metrics.exists() or self.checkpoints.exists()
         if how == "new" and holds_run:
             raise ValueError(
@@ -107,7 +109,6 @@ class RunFolder:
         if step is not None and last is not None:
             drop_events(self.events, last.step)
         self.path.mkdir(parents=True, exist_ok=True)
-        config.save(self.config)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
             run = ""  # gets a new name, so that earlier pieces are not read
@@ -116,6 +117,7 @@ class RunFolder:
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
         names["tracked"] = tracked or _new_name()
         write_whole(self.owner, json.dumps(record | names))
+        config.save(self.config)
         return last
 
     @property
@@ -278,12 +280,18 @@ class RunFolder:
                 )
 
     def _refuse_unwritable(self) -> None:
-        """Raise an error if the folder cannot be written, such as on a read-only file system."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is not a directory: choose another output")
         if not os.access(there, os.W_OK | os.X_OK):
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
+
+    def _refuse_files_of_others(self) -> None:
+        if self.owner.exists() or self.last() is not None:
+            return
+        for path in (self.config, self.model, self.tokenizer, self.checkpoints, self.tensorboard, self.metrics):
+            if path.exists():
+                raise ValueError(f"output {self.path} has a {path.name} that no run wrote: choose another output")
 
     def _clear(self) -> None:
         for path in (self.checkpoints, self.tensorboard, self.model, self.tokenizer):

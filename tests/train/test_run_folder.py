@@ -15,7 +15,7 @@ import pytest
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import AdapterConfig, CheckpointConfig, LoraConfig, TrainConfig
 from hydragraph.train.pieces_config import PiecesConfig
-from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.run_folder import Begin, RunFolder
 from hydragraph.train.stragglers.run_events import Name, RunEvent, append_event, read_events
 from tests.train.plain import settings
 
@@ -121,6 +121,23 @@ def test_overwriting_keeps_data_and_strangers(tmp_path: Path) -> None:
     folder.begin(config(tmp_path), "overwrite")
     assert sorted(p.name for p in folder.path.iterdir()) == ["config.yaml", "data", "notes.txt", "owner.json"]
     assert folder.last() is None
+
+
+@pytest.mark.parametrize("how", ["new", "overwrite", "auto", "resume"])
+@pytest.mark.parametrize("name", ["config.yaml", "model/config.json", "checkpoints/notes.txt"])
+def test_files_that_no_run_wrote_are_never_replaced(tmp_path: Path, name: str, how: Begin) -> None:
+    own = tmp_path / "mine" / name
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    with pytest.raises(ValueError, match=f"has a {Path(name).parts[0]} that no run wrote: choose another output"):
+        RunFolder(tmp_path / "mine").begin(config(tmp_path), how)
+    assert own.read_text() == "mine"
+
+
+def test_a_copy_of_a_run_s_checkpoints_resumes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "copy")
+    save(folder, 4)
+    assert folder.begin(config(tmp_path), "resume") is not None
 
 
 @pytest.mark.parametrize(("saved", "sentence"), [(None, "no complete checkpoint"), (12, "past the last step")])
