@@ -16,6 +16,7 @@ from tests.commands.tiny import run
 from tests.thorough import thorough
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+FEW = "adapter.lora.targets=[q_proj, down_proj]"  # the examples say all-linear, which takes longer to trace
 WORDS = "what is one two three four five six and it"
 
 
@@ -52,7 +53,7 @@ def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
 
     data = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "what is one and two"}, {"role": "assistant", "content": "it is three"}]
-    data.write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    data.write_text((json.dumps({"messages": turns}) + "\n") * 24)
     settings = [
         f"model.path={base}",
         f'data.paths=["{data}"]',
@@ -60,6 +61,7 @@ def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
         "checkpoint_every=4",
         "keep=20",
         "schedule.warmup=1",
+        FEW,
     ]
     history = train("finetune_chat_lora.yaml", tmp_path, *settings)  # on two ranks, as the example says
     assert history[-1]["loss"] < history[0]["loss"] - 0.3
@@ -145,7 +147,7 @@ def test_preferences_from_the_config(tmp_path: Path, base: Path) -> None:
     pair = {"prompt": prompt, **{name: [{"role": "assistant", "content": text}] for name, text in answers.items()}}
     data.write_text((json.dumps(pair) + "\n") * 40)
     sets = alone(f"model.path={base}", f'data.paths=["{data}"]', "optimizer.lr=1e-2", "evaluate_every=0", "epochs=2")
-    history = train("preferences.yaml", tmp_path, *sets, "data.heldout=0", "schedule.warmup=1")
+    history = train("preferences.yaml", tmp_path, *sets, "data.heldout=0", "schedule.warmup=1", FEW)
     assert history[0]["pairs"]["accuracy"] == 0.5, "the model is the reference"
     assert history[-1]["pairs"]["accuracy"] == 1
     assert history[-1]["loss"] < history[0]["loss"] - 0.1
