@@ -18,9 +18,14 @@ from hydragraph.passes.overlap_collectives import overlap_collectives
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.passes.golden_template import check_golden
 from tests.passes.test_accumulate import layer
+from tests.thorough import thorough
 
 PRODUCTS = (torch.ops.aten.mm.default, "addmm_")
-KINDS = [StageKind(2), StageKind(2, sequence_parallel=True), StageKind(2, recompute=True)]
+KINDS = [
+    StageKind(2),
+    StageKind(2, sequence_parallel=True),
+    pytest.param(StageKind(2, recompute=True), marks=thorough),
+]
 
 
 @functools.cache
