@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import only
+
 ROOT = Path(__file__).parents[1]
 MOST = 1.5  # constructions per 1,000 words; the documentation of equinox, torchft and accelerate has 0 to 1
 SHORTEST = 4  # words: shorter texts are names and labels
@@ -103,6 +105,7 @@ def test_code_is_not_prose(tmp_path: Path) -> None:
     assert list(prose(tmp_path / "module.py")) == ["the X is no file", "Also a comment here"]
 
 
+@only("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "hydragraph")
 @pytest.mark.parametrize(
     "area", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "hydragraph", "tests", "benchmarks"]
 )
