@@ -208,7 +208,7 @@ def test_masks_that_hide_nothing_are_none() -> None:
     ]
 
 
-LLAMA4 = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+LLAMA4 = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []}
 
 
 @only("gemma2", "llama4_text")

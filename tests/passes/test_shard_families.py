@@ -77,7 +77,7 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
         check(program, model, block, tp, sequence_parallel)
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), first([(3, True)], [(2, False), (3, True)]))
+@pytest.mark.parametrize(("tp", "sequence_parallel"), first([(2, False)], [(2, False), (3, True)]))
 def test_latent_attention_is_cut_by_heads(tp: int, sequence_parallel: bool) -> None:
     if not hasattr(transformers, "MiniCPM3Config"):
         pytest.skip("this transformers has no MiniCPM3")

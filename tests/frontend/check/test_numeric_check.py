@@ -77,7 +77,7 @@ def test_masked_models_and_own_models_and_losses_pass() -> None:
         assert not check(CheckedModel(model, capture(model, **options), **options)).problem
 
 
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("detached", first([True], [False, True]))
 def test_a_loss_that_large_logits_of_padding_would_change_is_refused(detached: bool) -> None:
     def loss(x: Tensor, batch: dict[str, Tensor], masked: bool) -> Tensor:
         large = F.relu(x[0].abs() - 50).sum(-1)
