@@ -28,6 +28,7 @@ from tests.registers import StoreRegister
 from tests.thorough import first, thorough
 
 LIMIT_S = 240  # against a hang
+SAID: list[str] = []
 Seen = tuple[tuple[Any, ...], int, int, int]
 
 
@@ -36,7 +37,7 @@ def machine(number: int, port: int, kill: bool, devices: int, result: Path) -> N
     os.environ["SUPERVISOR"] = str(os.getpid())
     nodes = Nodes(number, 2, "127.0.0.1", port, devices=devices, fills=not kill)
     if number:
-        follow(nodes, [].append)
+        follow(nodes, SAID.append)
     else:
         found = hg.launch(work, 3 if kill else 2, kill, elastic=hg.Elastic(rejoin=False), nodes=nodes)
         result.write_bytes(pickle.dumps(found))
@@ -61,7 +62,7 @@ def elected(number: int, port: int, victim: int, result: Path) -> None:
     leadership.TTL_S = 2.5
     starting()  # before there are threads
     election = Election(StoreRegister.at(port), number)
-    leading = follow(Nodes(number, 3, "127.0.0.1", 0, election=election), [].append)
+    leading = follow(Nodes(number, 3, "127.0.0.1", 0, election=election), SAID.append)
     if leading is not None:
         found = hg.launch(work_under_another, 3, elastic=hg.Elastic(rejoin=False), nodes=leading)
         result.write_bytes(pickle.dumps(found))
