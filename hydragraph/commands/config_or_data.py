@@ -11,6 +11,7 @@ import typer
 from hydragraph.atomic_write import write_whole
 from hydragraph.commands.launch_process import leads
 from hydragraph.commands.options import check_written
+from hydragraph.spec.record import parse_yaml
 from hydragraph.train.available_devices import devices_here
 from hydragraph.train.config import TrainConfig
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hydragraph.train.starter_config import InspectedPaths
 
 SUFFIXES = (".yaml", ".yml")
+_LARGEST = 100_000  # bytes of a config whose name has another suffix
 _STREAMS = (Path("/dev"), Path("/dev/fd"))
 
 
@@ -43,8 +45,20 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 def _is_config(path: Path) -> bool:
     if path.suffix in SUFFIXES:
         return True
-    passed = path.parent in _STREAMS or not path.is_file()
-    return passed and path.exists() and not path.is_dir()
+    if path.is_file() and path.parent not in _STREAMS:
+        return _holds_config(path)
+    return path.exists() and not path.is_dir()
+
+
+def _holds_config(path: Path) -> bool:
+    if path.stat().st_size > _LARGEST:
+        return False
+    try:
+        text = path.read_text(encoding="utf-8")
+        record = parse_yaml(text) if "model" in text and "data" in text else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and all(isinstance(record.get(name), dict) for name in ("model", "data"))
 
 
 def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import LlamaConfig
 
 from hydragraph.commands.config_or_data import _is_config, config_of
@@ -87,6 +88,20 @@ def test_a_named_config_is_read(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "unused.yaml").exists()
     with pytest.raises(ValueError, match=r"is a config: pass only this config"):
         config_of([config, data], tmp_path / "unused.yaml")
+
+
+@pytest.mark.parametrize("name", ["run.cfg", "run.yaml.bak", "run.json"])
+def test_a_config_is_not_trained_on_as_text_whatever_its_name(name: str, tmp_path: Path) -> None:
+    config = write(tmp_path).rename(tmp_path / name)
+    if name == "run.json":
+        config.write_text(json.dumps(yaml.safe_load(config.read_text())))
+    assert config_of([config], tmp_path / "unused.yaml") == TrainConfig.load(config)
+
+
+@pytest.mark.parametrize("text", ["the model: and the data", "model: 1\ndata: 2\n", "[" * 50_000 + "model data"])
+def test_text_about_models_and_data_is_no_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "essay.txt").write_text(text)
+    assert not _is_config(tmp_path / "essay.txt")
 
 
 def test_a_config_is_read_from_a_redirected_file(tmp_path: Path) -> None:
