@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from hydragraph.engine import automatic_plan, profile_cache
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.planner import plan as planning
 from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure_types
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
@@ -122,8 +124,10 @@ def on_ranks(prepared: Ready, cache: Path) -> tuple[Trained, ...]:
 def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
     alike = (1000.0, 950.0)
     first = trained(prepared, alike, measured, lengths=LENGTHS)
-    again = trained(prepared, alike, AssertionError("it was measured before"), lengths=LENGTHS)
-    uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
+    hurried = partial(planning.plan, deadline_s=0.0)  # the first one has searched
+    with mock.patch.object(planning, "plan", hurried):
+        again = trained(prepared, alike, AssertionError("it was measured before"), lengths=LENGTHS)
+        uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
     return first, again, uneven
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from hydragraph.engine.state_transfer import Moved
 from hydragraph.engine.strategy_history import Past
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.passes.check_strategy import check_strategy
+from hydragraph.planner import plan as planning
 from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.runtime.executor import _Iteration
 from tests.cost.priced import cluster, costs, mixed
@@ -355,9 +357,11 @@ def test_devices_of_other_types_stay_what_they_are_where_ranks_are_fewer() -> No
     assert costs_for(None, [0], TWICE) is None
 
 
-def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
+def test_where_nothing_given_fits_devices_that_differ_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of four devices are left, one of them slow: layers split evenly would all wait for that one."""
     program, _ = captured("llama")
+    hurried = partial(planning.plan, deadline_s=0.0)
+    monkeypatch.setattr(planning, "plan", hurried)
     left = costs(2, cluster(3), hg.Health({2: 4.0}))
     lengths = [[24] * 8]
     exe: Any = SimpleNamespace(
@@ -368,7 +372,7 @@ def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
         check=lambda strategy, ranks: check_strategy(program, strategy, ranks),
     )
     world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value])
-    best = hg.plan(left, hg.Workload(lengths=lengths)).strategies
+    best = hurried(left, hg.Workload(lengths=lengths)).strategies
     assert strategies_for(exe, world, hg.Home(), left) == best
     exe.given = "auto"
     assert strategies_for(exe, world, hg.Home(), left) == best
