@@ -31,21 +31,24 @@ from tests.thorough import only, thorough
 
 LAYERS = 4
 RUNNING = hg.Strategy.parse("<tp1,pp2> + <tp1,pp2>", layers=LAYERS)
-PROGRAM = hg.capture(llama(layers=LAYERS), check="off")
 CLUSTER = Cluster.homogeneous(4, device=Device(1e9, int(8e9), 1e10), within_node=Interconnect(2e9, 1e-6))
-PROFILE = datasheet(PROGRAM, CLUSTER)
 LENGTHS = ((200, 90, 120, 60, 300, 80, 75, 110), (256, 90, 100, 60, 210, 80, 85, 120))
 
 
 @functools.cache
+def profile() -> hg.Profile:
+    return datasheet(hg.capture(llama(layers=LAYERS), check="off"), CLUSTER)
+
+
+@functools.cache
 def request(*strategies: hg.Strategy) -> PlanRequest:
-    costs = Costs(PROFILE, CLUSTER)
+    costs = Costs(profile(), CLUSTER)
     return PlanRequest(tuple(map(costs.pipelines, strategies)), tuple(map(costs.fixed, strategies)))
 
 
 def question(health: Health) -> ReplanQuestion:
     return ReplanQuestion(
-        PROFILE, CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None
+        profile(), CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None
     )
 
 

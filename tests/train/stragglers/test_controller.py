@@ -24,7 +24,7 @@ from hydragraph.train.stragglers.rate_estimator import Change
 from tests.models import llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
-from tests.train.stragglers.test_background_replanning import CLUSTER, LAYERS, PROFILE, RUNNING, request
+from tests.train.stragglers.test_background_replanning import CLUSTER, LAYERS, RUNNING, profile, request
 
 OTHER = hg.Strategy.parse("<[0]x1,[2]x3> + <[3]x4>", layers=LAYERS)
 STEPS = 100
@@ -112,7 +112,7 @@ def controlled(
 ) -> tuple[Controller, Given]:
     monitor: Any = Given()
     given = Replanning(
-        Costs(PROFILE, CLUSTER),
+        Costs(profile(), CLUSTER),
         (RUNNING,),
         request(RUNNING),
         Policy(),
@@ -177,7 +177,7 @@ def test_of_a_static_choice_only_the_strategy_in_use_counts_as_running() -> None
     planner: Any = Answering()
     both = request(OTHER, RUNNING)
     given = Replanning(
-        Costs(PROFILE, CLUSTER), (OTHER, RUNNING), both, Policy(), planner, None, STEPS, sample=((50,),), static=1
+        Costs(profile(), CLUSTER), (OTHER, RUNNING), both, Policy(), planner, None, STEPS, sample=((50,),), static=1
     )
     monitor: Any = Given()
     run(Controller(monitor, given), monitor, {10: 2.57}, 10)
@@ -322,7 +322,7 @@ def trained(prepared: Ready, switch_at: int | None) -> list[tuple[float, str]]:
         RUNNING,
         lambda named: torch.optim.SGD(named, lr=1e-2),
         check="off",
-        profile=PROFILE,
+        profile=profile(),
         policy=Policy(workers=0),
     )
     seen = []

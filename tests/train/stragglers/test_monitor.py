@@ -20,17 +20,16 @@ from hydragraph.spec.health import Health
 from hydragraph.train.stragglers.monitor import Monitor, predict
 from hydragraph.train.stragglers.rate_estimator import Change
 from hydragraph.train.stragglers.straggler_state import Slow
-from tests.models import llama
+from tests.models import captured, llama
 
 LAYERS = 2
 STRATEGY = hg.Strategy.parse("<[0]x1,[1]x1> + <[2]x2>", layers=LAYERS)
-PROGRAM = hg.capture(llama(layers=LAYERS))
 
 
 @functools.cache
 def costs(ranks: int = 4) -> Costs:
     cluster = default_cluster(ranks)
-    return Costs(datasheet(PROGRAM, cluster), cluster)
+    return Costs(datasheet(captured("llama")[0], cluster), cluster)
 
 
 def assignment(step: int) -> Assignment:
@@ -42,7 +41,7 @@ def assignment(step: int) -> Assignment:
 def times(step: int, slow: dict[int, float], crowd: dict[int, float] | None = None) -> list[RankTimes]:
     """Return what ranks would report: rank 3 is idle and probes, cores may be crowded."""
     predicted = predict(costs(), STRATEGY, assignment(step))
-    templates = tuple(dict.fromkeys(PROGRAM.kinds))
+    templates = tuple(dict.fromkeys(captured("llama")[0].kinds))
     found = []
     for rank in range(4):
         kinds = {kind.template: seconds for kind, seconds in predicted.get(rank, {}).items()}
@@ -94,7 +93,7 @@ def test_blocks_that_take_other_times_than_predicted_correct_the_costs() -> None
     assert corrections.types == ("",) * 4
     factor = corrections.factor(TimeKind.FORWARD)
     assert factor == corrections.factor(TimeKind.BACKWARD)
-    assert 3.0 <= factor <= 3.0 + len(set(PROGRAM.kinds))  # as `times` has it, without the slow rank
+    assert 3.0 <= factor <= 3.0 + len(set(captured("llama")[0].kinds))  # as `times` has it, without the slow rank
     assert set(corrections.health) == {1}
 
 
