@@ -40,7 +40,7 @@ from hydragraph.commands import (
 )
 from hydragraph.commands.bench.command import bench_app
 from hydragraph.commands.launch_process import launched
-from hydragraph.commands.options import check_written
+from hydragraph.commands.options import check_read, check_written
 from hydragraph.errors import CallbackFailure, EndedElsewhere, RankFailure, StillCompiling, Unreachable
 from hydragraph.version import __version__
 
@@ -114,6 +114,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
             for name in _FILES:
                 if isinstance(given.get(name), Path):
                     check_written(f"--{name}", given[name])
+            check_read(given)
             function(**given)
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, fields, replace
@@ -174,6 +174,29 @@ def check_written(option: str, path: Path | None) -> None:
         )
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory: name the file to write")
+
+
+_OUTPUTS = ("output", "out", "picture", "trace", "csv", "json", "markdown", "report")
+
+
+def check_read(given: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a command would replace a file that it reads."""
+    for output in _OUTPUTS:
+        path = given.get(output)
+        if not isinstance(path, Path) or not path.is_file():
+            continue
+        for name, value in given.items():
+            for other in value if isinstance(value, list | tuple) else (value,):
+                if name != output and isinstance(other, str | Path) and _same(path, other):
+                    option = "output" if output == "out" else output
+                    raise ValueError(f"--{option} {path} would replace a file that the command reads: name another")
+
+
+def _same(path: Path, other: str | Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 def default_devices_text(ranks: int, config: TrainConfig) -> str:

@@ -17,6 +17,7 @@ from hydragraph.commands.options import (
     Efficiency,
     HealthFile,
     check_prices,
+    check_read,
     check_written,
 )
 from hydragraph.train.config import TrainConfig
@@ -191,6 +192,11 @@ class PlanOptions(EqualOptions, UnevenOptions):
         if self.budget is not None and (self.running is not None or self.home is not None):
             raise ValueError("--budget chooses devices for a new run: omit --running and --home")
         check_written("--output", self.output)
+        also = ["cluster.yaml", "health.yaml"] * (self.budget is not None)
+        also += ["profile.json"] * (len(self.profile or ()) > 1)
+        if self.output is not None:
+            for name in also:
+                check_read({**vars(self), "output": self.output.with_name(f"{self.output.stem}-{name}")})
 
     def workload(self, config: TrainConfig | None) -> Workload:
         """Return the workload for devices that differ; the run's config supplies missing options.

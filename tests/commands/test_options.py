@@ -10,6 +10,7 @@ import pytest
 from hydragraph.commands.check import CheckOptions
 from hydragraph.commands.compile import CompileOptions
 from hydragraph.commands.options import (
+    check_read,
     check_written,
     chosen_strategies,
     on_planned_devices,
@@ -17,7 +18,7 @@ from hydragraph.commands.options import (
     with_strategies,
 )
 from hydragraph.train.config import TrainConfig
-from tests.commands.tiny import write
+from tests.commands.tiny import run, write
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,27 @@ def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Pa
         check_written("--output", tmp_path / "none" / "new.html")
     with pytest.raises(ValueError, match=r"--output .* is a directory: name the file to write"):
         check_written("--output", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given", [{"config": "./run.yaml"}, {"model": Path("run.yaml")}, {"profile": ["a", "run.yaml"]}]
+)
+@pytest.mark.parametrize("option", ["output", "trace"])
+def test_a_command_does_not_replace_what_it_reads(
+    given: dict[str, Any], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.yaml", "plan-cluster.yaml"):
+        Path(name).write_text("mine")
+    check_read({**given, option: Path("new.yaml")})
+    with pytest.raises(ValueError, match=rf"--{option} run.yaml would replace a file that the command reads"):
+        check_read({**given, option: tmp_path.relative_to(tmp_path) / "run.yaml"})
+    told = run("simulate", "run.yaml", "--trace", "run.yaml")
+    assert told.exit_code == 2
+    rented = ("--budget", "9", "--price", "h200=3")
+    told = run("plan", "--cluster", "plan-cluster.yaml", "--model", "run.yaml", "--output", "plan.yaml", *rented)
+    assert "plan-cluster.yaml would replace a file that the command reads" in " ".join(told.output.split())
+    assert Path("run.yaml").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
