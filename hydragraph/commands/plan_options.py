@@ -195,6 +195,8 @@ class PlanOptions(EqualOptions, UnevenOptions):
         also = ["cluster.yaml", "health.yaml"] * (self.budget is not None)
         also += ["profile.json"] * (len(self.profile or ()) > 1)
         if self.output is not None:
+            if self.output.suffix not in (".yaml", ".yml"):
+                raise ValueError(f"--output {self.output}: name a file that ends in .yaml")
             for name in also:
                 check_read({**vars(self), "output": self.output.with_name(f"{self.output.stem}-{name}")})
 

@@ -395,6 +395,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--method", "best"), "'method' is 'best': use 'auto'"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--running", "<[0]x3>"), "--running: "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "nowhere/plan.yaml"), "does not exist: create it"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "a.json"), "name a file that ends in .yaml"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "half.yaml"), "half.yaml: rates: rank 1 has 0.5"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "other.yaml: rank 7 is not in "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "list.yaml"), "give rates by rank, such as {3: 2.57"),
