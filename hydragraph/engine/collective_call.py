@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -34,9 +36,22 @@ class CollectiveCalls:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._calling = threading.RLock()
+        self._call = ""  # the innermost call that holds the lock
         self._closed = False
         self._restricted: Restriction | None = None
         self._promised: Promise | None = None  # next step, if the ranks have agreed on it
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._calling.acquire(blocking=False):
+            raise ValueError(f"{what}: another thread is in {self._call}; make one call at a time")
+        before, self._call = self._call, what
+        try:
+            yield
+        finally:
+            self._call = before
+            self._calling.release()
 
     def _admit(self, what: str) -> None:
         if self._closed:
@@ -68,9 +83,10 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
                     raise TypeError(
                         f"{what}: {name!r} is {arguments[name]!r}; give a path, as a string or a pathlib.Path"
                     )
-            self._admit(what)
-            with own_modes(what), self._watch.calling(what):
-                return method(self, *args, **kwargs)
+            with self._alone(what):
+                self._admit(what)
+                with own_modes(what), self._watch.calling(what):
+                    return method(self, *args, **kwargs)
 
         functools.update_wrapper(call, method)
         return call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -11,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import apart
 from hydragraph.engine.api import _given
+from hydragraph.engine.collective_call import CollectiveCalls, collective
 from hydragraph.engine.compiled_model import tensor_names, weights_hash
 from hydragraph.runtime.deterministic_sums import Deterministic
 from tests.models import captured, llama, sequences
@@ -20,6 +24,25 @@ from tests.own_models import small
 from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
+
+
+class Calls(CollectiveCalls):
+    @collective("evaluate")
+    def evaluate(self, inside: Callable[[], object]) -> object:
+        return inside()
+
+    @collective("step")
+    def step(self) -> str:
+        return "stepped"
+
+
+def test_two_threads_call_one_after_the_other() -> None:
+    calls = Calls(Watch(None, 0, 1))
+    assert calls.evaluate(calls.step) == "stepped"
+    with ThreadPoolExecutor(1) as other:
+        with pytest.raises(ValueError, match="step: another thread is in evaluate; make one call at a time"):
+            calls.evaluate(lambda: other.submit(calls.step).result())
+        assert other.submit(calls.step).result() == "stepped"
 
 
 @thorough
