@@ -76,6 +76,10 @@ CALLS: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "no mini-batch": (lambda exe, _: exe.step(), "step: missing a required argument: 'sequences'"),
     "no checkpoint": (lambda exe, folder: exe.load(folder / "none"), "it has no complete.json"),
     "a path that is none": (lambda exe, _: exe.save(5), "save: 'path' is 5; give a path"),
+    "extra data without names": (
+        lambda exe, folder: exe.save(folder / "c", extra=[1]),
+        r"'extra' is \[1\]; give a dict",
+    ),
     "a place that is taken": (lambda exe, folder: exe.save(folder), "so it is not a checkpoint"),
     "no weights": (lambda exe, folder: exe.load_pretrained(folder), "has neither model.safetensors"),
     "nothing to merge": (lambda exe, folder: exe.save_pretrained(folder, merged=True), "merged=True without adapters"),

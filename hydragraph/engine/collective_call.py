@@ -83,6 +83,8 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
                     raise TypeError(
                         f"{what}: {name!r} is {arguments[name]!r}; give a path, as a string or a pathlib.Path"
                     )
+            if not isinstance(arguments.get("extra") or {}, dict):
+                raise TypeError(f"{what}: 'extra' is {arguments['extra']!r}; give a dictionary")
             with self._alone(what):
                 self._admit(what)
                 with own_modes(what), self._watch.calling(what):
