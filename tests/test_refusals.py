@@ -82,6 +82,7 @@ CALLS: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     ),
     "a place that is taken": (lambda exe, folder: exe.save(folder), "so it is not a checkpoint"),
     "no weights": (lambda exe, folder: exe.load_pretrained(folder), "has neither model.safetensors"),
+    "weights in a file": (lambda exe, folder: exe.save_pretrained(folder / "other.txt"), "is a file: name a directory"),
     "nothing to merge": (lambda exe, folder: exe.save_pretrained(folder, merged=True), "merged=True without adapters"),
     "labels of an evaluation": (lambda exe, _: exe.evaluate([-ids]), "input_ids is -1"),
     "gradients of nothing": (lambda exe, _: exe.gradients([]), "no target token"),

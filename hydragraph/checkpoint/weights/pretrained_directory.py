@@ -46,6 +46,8 @@ class Shell:
             state: full CPU tensors of `keys`.
             dtype: dtype of floating-point tensors, except `fp32_keys`.
         """
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{directory} is a file: name a directory to write")
         if self.keys(merged) is not None:
             adapters = {key: t.to(dtype) if t.is_floating_point() else t for key, t in state.items()}
             self.model.save_pretrained(str(directory), state_dict=adapters)
