@@ -1,13 +1,14 @@
 """Detection of changes to a model's Python state that its compiled graphs would ignore.
 
-Changes that no version counter records (`p.data.zero_()`, NumPy) and changes inside nested objects are not detected.
+Changes of tensors that no version counter records (`p.data.zero_()`) are not detected.
 """
 
 from __future__ import annotations
 
-import collections
+import array
 import enum
 import functools
+import numbers
 import types
 import weakref
 import zlib
@@ -15,11 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.state_readers import (
+    ATOMS,
+    SEQUENCES,
     Readers,
     attributes_of,
     base_library_of,
@@ -29,7 +33,9 @@ from hydragraph.frontend.state_readers import (
     has_state,
     library_of,
     mentions,
+    parts_of,
     rates_of,
+    referent,
 )
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
@@ -45,8 +51,7 @@ _REMEDY = (
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_LONGEST = 1000  # longer containers are compared only by length and identity
+_NUMBERS = (numbers.Number, np.generic, bytearray, array.array)
 _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
 # Attributes that do not affect graphs.
@@ -209,6 +214,7 @@ class CompiledState:
         self._handed_out: dict[str, int] = {}
         self._names: list[_Names] = []
         self._seen: set[int] = set()
+        self._containers: dict[int, Any] = {}
         self._hooks = list(global_hooks())
         readers = Readers(model, loss)
         named = list(model.named_modules())
@@ -225,6 +231,7 @@ class CompiledState:
             self._add_attributes(name or type(module).__name__, module, readers)
         self._add_reached("loss", loss, readers)
         self._add_code(readers)
+        self._containers.clear()
 
     def refuse_evaluation(self) -> None:
         if self._reads_training:
@@ -293,6 +300,13 @@ class CompiledState:
             self._add_reached(f"{where}.{name}", value, readers)
 
     def _add_reached(self, where: str, value: Any, readers: Readers) -> None:
+        value = referent(value)
+        if parts := parts_of(value):
+            if id(value) in self._containers:
+                return
+            self._containers[id(value)] = value
+            for key, part in parts.items():
+                self._add_reached(f"{where}[{key!r}]", part, readers)
         while isinstance(value, functools.partial):
             arguments = functools.partial(_arguments, weakref.ref(value))
             self._add(where, arguments, arguments() or {}, readers)
@@ -321,7 +335,7 @@ class CompiledState:
             self._add(f"defaults of {name}", defaults, defaults_of(function), readers)
             cells = cells_of(function)
             # Stored cells would keep these values alive.
-            apart = nn.Module | Tensor | types.MethodType
+            apart = nn.Module | nn.Parameter | types.MethodType
             inner = _contents(cells)
             kept = {n: c for n, c in cells.items() if not isinstance(inner[n], apart) and not has_state(inner[n])}
             self._add(f"variables of {name}", functools.partial(_contents, kept), _contents(kept), readers)
@@ -353,16 +367,27 @@ def _digest(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _frozen(value: Any, depth: int = 4) -> Any:
+def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
+    value = referent(value)
+    kind = type(value)
     if isinstance(value, _PLAIN):
-        return type(value), value
-    if not isinstance(value, _CONTAINERS) or not depth or len(value) > _LONGEST:
-        number = version_of(value) if isinstance(value, Tensor) else len(value) if isinstance(value, _CONTAINERS) else 0
-        return id(value), number
-    if isinstance(value, dict):
-        return type(value), tuple([(_frozen(k, 0), _frozen(v, depth - 1)) for k, v in value.items()])
-    parts = [_frozen(part, depth - 1) for part in value]
-    return type(value), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts)
+        return kind, value
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, np.ndarray):
+        return id(value), zlib.crc32(value.tobytes())
+    if isinstance(value, _NUMBERS):
+        return kind, repr(value)
+    if not isinstance(value, (Mapping, *SEQUENCES)) or id(value) in inside:
+        return id(value)
+    parts = list(value)
+    inside |= {id(value)}
+    if isinstance(value, Mapping):
+        return kind, _frozen(parts, inside), _frozen(list(value.values()), inside)
+    if ATOMS.issuperset(kinds := set(map(type, parts))):
+        return kind, frozenset(kinds), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts)
+    frozen = [_frozen(part, inside) for part in parts]
+    return kind, frozenset(frozen) if isinstance(value, set | frozenset) else tuple(frozen)
 
 
 def _attributes(reference: Callable[[], Any]) -> Mapping[str, Any] | None:
@@ -388,7 +413,7 @@ def _shown(value: Any) -> str:
     if value is _MISSING:
         return "nothing"
     text = repr(value)
-    if isinstance(value, (*_PLAIN, *_CONTAINERS)) and "0x" not in text and len(text) < 80:
+    if isinstance(value, (*_PLAIN, *SEQUENCES, dict)) and "0x" not in text and len(text) < 80:
         return text
     return str(getattr(value, "__qualname__", None) or f"another {type(value).__name__}")
 

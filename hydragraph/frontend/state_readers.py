@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import dis
 import functools
 import inspect
 import sys
 import sysconfig
 import textwrap
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
+from hydragraph.errors import Unsupported
+
 # Code that mentions one of these names may read any attribute.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _RATES = ("drop", "jitter", "noise")
+SEQUENCES = (list, tuple, set, frozenset, collections.deque, collections.UserList)
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+# Classes of values that other code changes, by the beginning of their qualified names.
+_LIVE = ("torch.optim.", "multiprocessing.", "ctypes.", "_thread._local", "_contextvars.ContextVar", "os._Environ")
+_AS_A_FIELD = "pass its values as a batch field (example=), or read them once before hg.compile"
 _NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__"}) | {
-    *("__eq__", "__hash__", "__setattr__", "__delattr__", "__del__", "__getstate__", "__setstate__", "__reduce__"),
+    *(
+        "__annotations__",
+        "__dataclass_fields__",
+        "__eq__",
+        "__hash__",
+        "__setattr__",
+        "__delattr__",
+        "__del__",
+        "__getstate__",
+        "__setstate__",
+        "__reduce__",
+    ),
 }
 
 
@@ -58,6 +78,7 @@ class Readers:
         self.modules: dict[ModuleType, set[str]] = {}
         self.names: set[str] = set()
         self._dynamic = False
+        self._where = type(model).__name__
         kinds = [k for module in model.modules() for k in type(module).__mro__]
         self.classes = list(dict.fromkeys(k for k in kinds if library_of(k) is None))
         self._owners: dict[int, Any] = {id(m): m for m in model.modules() if library_of(type(m)) is None}
@@ -95,9 +116,13 @@ class Readers:
             self._pending = [value for value in found if id(value) not in self._seen]
 
     def _find(self, value: Any) -> None:
+        value = referent(value)
+        self._pending += parts_of(value).values()
         for function in _functions(value):
             self._add(function)
         owner: Any = value.__self__ if isinstance(value, MethodType) else value
+        if not isinstance(owner, nn.Module):
+            _refuse_live(owner, self._where)
         if isinstance(value, functools.partial):
             self._pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(owner, type):
@@ -108,7 +133,7 @@ class Readers:
             self._pending += [value.forward] if isinstance(value, nn.Module) else []
 
     def _add_class(self, kind: type) -> None:
-        for k in kind.__mro__:
+        for k in (*kind.__mro__, *inspect.getmro(type(kind))):
             if library_of(k) is None and not is_installed(k) and k not in self.classes:
                 self.classes.append(k)
                 self._pending += [v for n, v in vars(k).items() if n.startswith("__") and n not in _NOT_FOLLOWED]
@@ -116,6 +141,7 @@ class Readers:
     def _add(self, function: FunctionType) -> None:
         if id(function) in self.functions or not _is_users(function):
             return
+        _refuse_environment(function)
         self.functions[id(function)] = function
         names = set(names_of(function.__code__))
         self.names |= names
@@ -134,6 +160,35 @@ class Readers:
             known |= new
             for name in new:
                 self._add_module(vars(module)[name], names)
+
+
+def referent(value: Any) -> Any:
+    """Return the object of a weak reference or proxy, or any other value itself."""
+    if type(value) in weakref.ProxyTypes:
+        return value.__init__.__self__
+    return value() if isinstance(value, weakref.ref) else value
+
+
+def parts_of(value: Any) -> Mapping[Any, Any]:
+    """Return the entries of a container, by key or index, without numbers and texts."""
+    if isinstance(value, Mapping):
+        parts = dict(value)
+    else:
+        parts = dict(enumerate(value)) if isinstance(value, SEQUENCES) else {}
+    return {key: part for key, part in parts.items() if type(part) not in ATOMS}
+
+
+def _refuse_live(value: Any, where: str) -> None:
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
+    if any(name.startswith(_LIVE) for name in names):
+        what = f"the model or loss reads a {names[0]}, whose changes a compiled graph would ignore"
+        raise Unsupported(what, where=where, remedy=_AS_A_FIELD)
+
+
+def _refuse_environment(function: FunctionType) -> None:
+    if not {"environ", "getenv"}.isdisjoint(names_of(function.__code__)):
+        what = "it reads environment variables, whose changes a compiled graph would ignore"
+        raise Unsupported(what, where=function.__qualname__, remedy=_AS_A_FIELD)
 
 
 def has_state(value: Any) -> bool:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import contextvars
 import functools
 import gc
 import logging
+import multiprocessing
+import operator
+import os
 import sys
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -472,6 +478,84 @@ def test_the_class_attribute_of_an_object_and_a_replaced_default_are_compared(mo
     loss.__kwdefaults__, loss.__defaults__ = {"gamma": 1.0}, (3.0,)
     with pytest.raises(Unsupported, match=r"defaults of .*: 'beta' .* from 1.0 to 3.0"):
         state.check()
+
+
+class Inherited(type):
+    table: ClassVar = {"beta": 1.0}
+
+    @property
+    def beta(cls) -> float:
+        return Inherited.table["beta"]
+
+
+class OfInherited(metaclass=Inherited):
+    pass
+
+
+LONG, DEEP, UNDER = [1.0] * 2000, {"a": {"b": {"c": {"d": {"e": {"f": 1.0}}}}}}, {"b": 1.0}
+HELD = Annealed()
+
+
+@pytest.mark.parametrize(
+    ("read", "holder", "change"),
+    [
+        (lambda h: h[0].beta, [Annealed()], lambda h: setattr(h[0], "beta", 3.0)),
+        (lambda h: h["a"][0].beta, {"a": (types.SimpleNamespace(beta=1.0),)}, lambda h: setattr(h["a"][0], "beta", 3)),
+        (lambda h: h().beta, weakref.ref(HELD), lambda h: setattr(h(), "beta", 3.0)),
+        (lambda h: h.beta, weakref.proxy(HELD), lambda h: setattr(h, "beta", 5.0)),
+        (lambda h: h["b"], collections.UserDict(b=1.0), lambda h: h.update(b=3.0)),
+        (lambda h: h["b"], types.MappingProxyType(UNDER), lambda h: UNDER.update(b=3.0)),
+        (lambda h: h[1500], LONG, lambda h: operator.setitem(h, 1500, 3.0)),
+        (lambda h: h["a"]["b"]["c"]["d"]["e"]["f"], DEEP, lambda h: h["a"]["b"]["c"]["d"]["e"].update(f=3.0)),
+        (lambda h: float(h), torch.ones(()), lambda h: h.fill_(3.0)),
+        (lambda h: h[0].item(), [torch.ones(())], lambda h: h[0].fill_(3.0)),
+        (lambda h: float(h[0]), np.ones(1), lambda h: h.fill(3.0)),
+        (lambda h: h.beta, OfInherited, lambda h: Inherited.table.update(beta=3.0)),
+    ],
+)
+def test_values_inside_of_what_a_loss_reads_are_compared(
+    read: Callable[[Any], float], holder: Any, change: Callable[[Any], object]
+) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return x.sum() * read(holder)
+
+    state = CompiledState(model(), loss, {})
+    state.check()
+    change(holder)
+    with pytest.raises(Unsupported, match=r"was changed after hg\.compile"):
+        state.check()
+
+
+def test_a_container_may_hold_itself() -> None:
+    held: list[Any] = [1.0]
+    held.append(held)
+    state = CompiledState(model(), lambda x: x.sum() * held[0], {})
+    held[0] = 2.0
+    with pytest.raises(Unsupported, match="'held' was changed"):
+        state.check()
+
+
+SGD = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+SCHEDULE = torch.optim.lr_scheduler.LambdaLR(SGD, float)
+GET_LR, SHARED = SCHEDULE.get_last_lr, multiprocessing.Value("d", 1.0)
+VARIABLE = contextvars.ContextVar("variable", default=1.0)
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda x: x.sum() * SGD.param_groups[0]["lr"], "reads a torch.optim.sgd.SGD"),
+        (lambda x, given=[SCHEDULE]: x * given[0].get_last_lr(), "LambdaLR"),
+        (lambda x: x.sum() * GET_LR()[0], "LambdaLR"),
+        (lambda x: x.sum() * VARIABLE.get(), "_contextvars.ContextVar"),
+        (lambda x: x.sum() * SHARED.value, "multiprocessing.sharedctypes"),
+        (lambda x: x.sum() * float(os.environ["BETA"]), r"<lambda>: .* environment variables"),
+        (lambda x, given=os.environ: x.sum() * float(given["BETA"]), "os._Environ"),
+    ],
+)
+def test_live_objects_that_a_loss_reads_are_refused(read: Any, name: str) -> None:
+    with pytest.raises(Unsupported, match=rf"{name}.*; .*batch field"):
+        CompiledState(model(), read, {})
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
