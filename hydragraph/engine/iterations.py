@@ -30,7 +30,7 @@ from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.executor import IterationOutcome
 from hydragraph.runtime.home_state import settings_of
 from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
-from hydragraph.runtime.supported_optimizers import check_hooks, check_settings
+from hydragraph.runtime.supported_optimizers import check_elementwise, check_settings
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 
@@ -243,7 +243,7 @@ class IterationRunner(CollectiveCalls):
     def _refusal(self, purpose: Purpose) -> Exception | None:
         try:
             if purpose == "train" and self._session.optimizer is not None:
-                check_hooks(self._session.optimizer)
+                check_elementwise(self._session.optimizer)
                 check_settings(self._session.optimizer)
             self._session.home.check_parameters()
             trains = purpose in ("train", "gradients")

@@ -71,7 +71,7 @@ def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Unsupported unless an optimizer updates every element in the same way, without hooks."""
+    """Raise Unsupported unless an optimizer updates all elements alike, without hooks; cheap enough for every step."""
     kind = type(optimizer)
     if not isinstance(optimizer, ELEMENTWISE):
         raise _not_elementwise(kind)
@@ -87,11 +87,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             remedy=f"use {base.__module__.partition('.')[0]}.{'optim.' if base is not AdamW else ''}{base.__name__} "
             "itself, and move your change into the loss or a learning-rate schedule",
         )
-    check_hooks(optimizer)
-
-
-def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Unsupported if an optimizer or one of its tensors has hooks; cheap enough for every step."""
     tensors: Iterator[Any] = (p for group in optimizer.param_groups for p in group["params"])
     hooks = step_hooks(optimizer) or next(filter(None, map(tensor_hooks, tensors)), "")
     if hooks:
