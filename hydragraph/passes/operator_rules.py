@@ -402,6 +402,7 @@ RULES: dict[Any, Rule] = {
     aten._to_copy.default: pointwise,
     aten.to.dtype: pointwise,
     aten.to.dtype_layout: pointwise,
+    aten.to.device: pointwise,
     aten.clone.default: pointwise,
     aten.contiguous.default: pointwise,
     aten.detach.default: pointwise,

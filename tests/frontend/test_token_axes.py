@@ -41,6 +41,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "inner": lambda x: torch.inner(x, matrix(x)) * torch.mv(x[0], numbers(x))[None, :, None],
     "bilinear": lambda x: F.bilinear(x, x * 2, matrix(x).expand(3, WIDTH, WIDTH)),
     "a recurrent cell": lambda x: torch.gru_cell(x[0], x[0] * 2, *matrix(x).repeat(2, 3, 1))[None],
+    "cast like another": lambda x: x * (x > 0).to(x) + (x > 1).to(x.device, x.dtype),
     "bucketize": lambda x: x + torch.bucketize(x, numbers(x)),
     "a convolution of single elements": lambda x: F.conv1d(x.mT, matrix(x)[..., None], numbers(x)).mT,
     "a padded convolution by name": lambda x: F.conv1d(x.mT, matrix(x)[..., None], padding="same").mT,
