@@ -12,13 +12,12 @@ import torch
 
 from hydragraph.commands.compile_ahead import CompiledStrategy, CompiledVariant, Compiler, StrategyRecord, VariantRecord
 from hydragraph.commands.compile_kernels import FOLDER as CUBINS
-from hydragraph.commands.compile_kernels import KERNELS
+from hydragraph.commands.compile_kernels import KERNELS, load_written
 from hydragraph.commands.readable_graphs import backward_code, forward_code
 from hydragraph.frontend.compiled_folder.inductor_code import FILE as CODE
 from hydragraph.frontend.compiled_folder.manifest import NAME
 from hydragraph.ir.program import Program, template_text
 from hydragraph.ir.shared_programs_text import program_texts
-from hydragraph.spec.record import from_record
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.version import __version__
 
@@ -47,7 +46,8 @@ class Summary:
 
     @classmethod
     def load(cls, folder: Path) -> Summary:
-        return from_record(cls, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+        summary: Summary = load_written(cls, folder / SUMMARY)
+        return summary
 
 
 def summarise(

@@ -15,6 +15,7 @@ from torch import fx
 
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.graph_footprint import Sizes, head_operands
+from hydragraph.data.json_object import read_object
 from hydragraph.ir.graph_data import value_of
 from hydragraph.kernels.cubin import usage
 from hydragraph.passes.collective_operators import RESULT
@@ -101,7 +102,8 @@ class KernelsFile:
                 f"{folder} contains no {KERNELS}: write it with "
                 f"hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"
             )
-        return from_record(cls, json.loads((folder / KERNELS).read_text(encoding="utf-8")))
+        kernels: KernelsFile = load_written(cls, folder / KERNELS)
+        return kernels
 
     def save(self, folder: Path, built: Iterable[BuiltKernel]) -> None:
         (folder / FOLDER).mkdir()
@@ -109,6 +111,15 @@ class KernelsFile:
         for record in (kernel for graph in self.graphs for kernel in graph.kernels):
             (folder / record.cubin).write_bytes(codes[Path(record.cubin).stem.rpartition(".")[2]])
         (folder / KERNELS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def load_written(cls: type[Any], path: Path) -> Any:
+    remedy = "write the folder again with hydragraph compile"
+    data = read_object(path, remedy)
+    try:
+        return from_record(cls, data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: {remedy}") from None
 
 
 def graph_records(

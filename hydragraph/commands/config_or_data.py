@@ -11,7 +11,7 @@ import typer
 from hydragraph.atomic_write import write_whole
 from hydragraph.commands.launch_process import leads
 from hydragraph.commands.options import check_written
-from hydragraph.spec.record import parse_yaml
+from hydragraph.spec.record import parse_yaml, read_text
 from hydragraph.train.available_devices import devices_here
 from hydragraph.train.config import TrainConfig
 
@@ -70,7 +70,7 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
     check_written("--to", to)
     text = first_config(inspected, to)
     config = TrainConfig.parse(text, overrides)
-    existing = to.read_text(encoding="utf-8") if to.is_file() else None
+    existing = read_text(to, "choose another file with --to") if to.is_file() else None
     if existing not in (None, text):
         raise ValueError(
             f"{to} exists and differs from the config for {' '.join(map(str, paths))}: run hydragraph train {to}, or "

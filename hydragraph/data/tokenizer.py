@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hydragraph.data.json_object import read_object
+from hydragraph.spec.record import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -119,7 +120,7 @@ def chat_template(directory: Path) -> str | None:
     """Return the chat template in a tokenizer's directory, or None; if there are several, return the "default" one."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file, "save the tokenizer again")
     template = _configuration(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")

@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     Record = TypeVar("Record", bound=DataclassInstance)
 
 
-def load_yaml(path: str | Path) -> object:
+def read_text(path: str | Path, remedy: str) -> str:
     try:
-        return parse_yaml(Path(path).read_text(encoding="utf-8"))
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: the file is not UTF-8 text: give a YAML file") from None
+        raise ValueError(f"{path}: the file is not UTF-8 text: {remedy}") from None
+
+
+def load_yaml(path: str | Path) -> object:
+    text = read_text(path, "give a YAML file")
+    try:
+        return parse_yaml(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

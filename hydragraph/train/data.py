@@ -25,6 +25,7 @@ from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import EncodedParts
 from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
+from hydragraph.spec.record import read_text
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
@@ -290,10 +291,7 @@ def _read_template(name: str) -> str:
         raise ValueError(
             f"data.chat_template: {path} does not exist: give a template file, 'chatml', or the template itself"
         )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.chat_template: {path} is not UTF-8 text ({error}): give a Jinja template") from error
+    return read_text(path, "give a Jinja template as data.chat_template")
 
 
 def open_tokens(config: TrainConfig, directory: Path) -> Tokens:

@@ -12,6 +12,7 @@ from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.data.json_object import read_object
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
+from hydragraph.spec.record import read_text
 from hydragraph.spec.strategy_text import parse_strategy
 from hydragraph.train.config import PlanConfig
 
@@ -92,7 +93,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def _written_lengths(path: Path) -> list[int]:
-    lines = path.read_text(encoding="utf-8-sig").split()
+    lines = read_text(path, "write one length per line").split()
     for number, line in enumerate(lines, start=1):
         if not line.isdecimal():
             raise ValueError(f"{path}, entry {number}: {line!r} is not a number of tokens: write one length per line")

@@ -84,7 +84,7 @@ class BenchReport:
             data["rows"] = [tuple(row) for row in data["rows"]]
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
             return cls(**fields)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a benchmark report ({error}): write one with hydragraph bench ... --json"
             ) from error
