@@ -31,7 +31,7 @@ from tests.fake_gpu import GPU, fake_gpu
 from tests.fuzz import RANKS
 from tests.models import MODELS
 from tests.runtime.recorder import Recorder, RecordingGroups, RecordingStreams, Unwatched
-from tests.runtime.test_streams import PROGRAMS, sequence
+from tests.runtime.test_streams import sequence, variants_of
 from tests.thorough import first, thorough
 
 
@@ -83,7 +83,7 @@ def train(case: Case) -> tuple[list[int], int]:
 
 def captured(model: str, dtype: torch.dtype) -> Program:
     if model == "llama":
-        return next(program for program in PROGRAMS if program.dtype == dtype)
+        return variants_of(dtype).program
     return hg.capture(MODELS[model](), dtype=dtype, check="off")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import product
 from typing import Any, ClassVar, cast
@@ -35,15 +36,19 @@ LAYERS = 2  # of the captured model
 KIND = ModelCase("llama", LAYERS, 4, 2, False, 102, 101, torch.float32)
 MODEL = llama(LAYERS)
 BUFFERS = dict(MODEL.named_buffers())
-PROGRAMS = [hg.capture(MODEL, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-VARIANTS = [Variants(program) for program in PROGRAMS]
+
+
+@functools.cache
+def variants_of(dtype: torch.dtype) -> Variants:
+    return Variants(hg.capture(MODEL, dtype=dtype))
 
 
 def run(
     strategy: Strategy, rank: int, seed: int, streams: type[RecordingStreams] = RecordingStreams, steps: int = 2
 ) -> int:
     """Run steps of one rank that hears only zeros; return how many accesses were ordered."""
-    program, variants = PROGRAMS[seed % 2], VARIANTS[seed % 2]
+    variants = variants_of(torch.bfloat16 if seed % 2 else torch.float32)
+    program = variants.program
     home = HomeState.allocate(
         program, HomeLayouts(Home(copies=1 + seed // 2 % 2), RANKS).by_name(program.buckets), rank
     )
