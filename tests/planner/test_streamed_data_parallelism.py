@@ -39,7 +39,7 @@ def with_memory(costs: Costs, *sizes: float) -> Costs:
     return costs.changed(cluster=replace(costs.cluster, devices=devices))
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.sampled_from(["4*<tp1,pp1>w", "4*<tp1,pp1>rg", "2*<tp2,pp1>g", "<tp1,pp2>w + 2*<tp1,pp1>g", "<tp2,pp2>w"]),
     st.integers(1, 7),
