@@ -185,7 +185,7 @@ def test_offsets_beyond_32_bits_stay_whole() -> None:
 
 
 @interpreted
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(disjoint(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans())
 def test_the_kernel_copies(ranges: list[Range], dtype: torch.dtype, narrow: bool) -> None:
     source, target = buffers(torch.float32 if narrow else dtype, dtype if narrow else torch.float32)
@@ -197,7 +197,7 @@ def test_the_kernel_copies(ranges: list[Range], dtype: torch.dtype, narrow: bool
 
 
 @interpreted
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(any_ranges(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_the_kernel_adds_in_the_order_of_the_table(ranges: list[Range], dtype: torch.dtype) -> None:
     source, target = buffers(dtype, torch.float32)
