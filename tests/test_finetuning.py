@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hydragraph.data import tokenizer
 from hydragraph.data.chat import CHATML
 from tests.commands.tiny import run
-from tests.thorough import thorough
+from tests.thorough import first, thorough
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FEW = "adapter.lora.targets=[q_proj, down_proj]"  # the examples say all-linear, which takes longer to trace
@@ -48,7 +48,8 @@ def alone(*sets: str) -> tuple[str, ...]:
     return ("ranks=1", "strategies=<tp1,pp1>", *sets)
 
 
-def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("ranks", first([1], [1, 2]))
+def test_lora_on_chats_from_the_config(ranks: int, tmp_path: Path, base: Path) -> None:
     from peft import PeftModel
 
     data = tmp_path / "chats.jsonl"
@@ -63,7 +64,9 @@ def test_lora_on_chats_from_the_config(tmp_path: Path, base: Path) -> None:
         "schedule.warmup=1",
         FEW,
     ]
-    history = train("finetune_chat_lora.yaml", tmp_path, *settings)  # on two ranks, as the example says
+    if ranks == 1:  # the example says two
+        settings = [*alone(*settings)]
+    history = train("finetune_chat_lora.yaml", tmp_path, *settings)
     assert history[-1]["loss"] < history[0]["loss"] - 0.3
     assert history[0]["tokens"] < 192 / 2, "what users say does not count"
     assert history[0]["tokens_per_s"] * history[0]["seconds"] > 192 / 2, "but it is computed"
