@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
 
 def test_the_planner_starts_where_nothing_can_be_cached(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    script = "from hydragraph.cost.micro_batch_order import equal_stages"
+    script = "from hydragraph.cost.micro_batch_order import longest_to_shortest"
     nowhere = "numba.core.caching.UserProvidedCacheLocator"  # which asks for NUMBA_CACHE_DIR, and there is none
     environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
     ran = subprocess.run(

@@ -106,6 +106,3 @@ def with_stages(draw: st.DrawFn, kind: PipelineCost) -> PipelineCost:
             )
         )
     return replace(kind, parts=tuple(stages), schedule=draw(st.sampled_from(["1f1b", "1f1b", "gpipe", "zb-h1"])))
-
-
-BATCHES = st.lists(st.integers(0, 2000), min_size=1, max_size=12)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.stage_arrays import StageTerms, stage_terms, table_at
+from hydragraph.cost.stage_arrays import StageTerms, stage_terms
 from hydragraph.planner.assignment.bounds import Relaxation, schedule_bound
 from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
@@ -194,10 +194,8 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
         if not len(mine):
             continue
         work = np.ascontiguousarray(problem.cost[mine, t])
-        stages = start.given.terms.stages[t]
-        table = table_at(start.given.terms, t)
-        estimates[p], _, count[p], position, _ = form_in_order(
-            work, problem.lengths[mine], problem.terms[t], SUM, PACKING_KICKS, stages, table, 0
+        estimates[p], _, count[p], position = form_in_order(
+            work, problem.lengths[mine], problem.terms[t], SUM, PACKING_KICKS
         )
         batch[mine] = first + position
         orders.append(first + np.arange(count[p]))

@@ -23,8 +23,7 @@ import math
 
 import numpy as np
 
-from hydragraph.cost.micro_batch_order import best_order
-from hydragraph.ir.schedules.schedule import ScheduleTable
+from hydragraph.cost.micro_batch_order import largest_in_middle
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import (
     BUBBLE,
@@ -178,42 +177,25 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
 @compiled
 def form_in_order(
-    work: Floats,
-    lengths: Floats,
-    terms: Floats,
-    objective: int,
-    kicks: int,
-    stages: int,
-    table: ScheduleTable,
-    climb: int,
-) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form`, reordered to end earliest, and the end time.
-
-    Args:
-        stages: number, including interleaved stages.
-        table: schedule table for as many micro-batches as sequences.
-        climb: number of rounds of improving the order.
-    """
+    work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int
+) -> tuple[float, float, int, Ints]:
+    """Return the result of `form` without empty micro-batches, and with the largest in the middle."""
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:
-        return best, bound, 0, placed, np.inf
+        return best, bound, 0, placed
     used = np.zeros(count, np.bool_)
-    costs = np.full(count, terms[OVERHEAD])
+    costs = np.zeros(count)
     for i in range(len(work)):
         costs[placed[i]] += work[i]
         used[placed[i]] = True
-    share = (terms[BUBBLE] + 1.0) / stages
     number = np.zeros(count, np.int64)
     used_count = 0
     for j in range(count):
         if used[j]:
-            costs[used_count] = share * costs[j]
+            costs[used_count] = costs[j]
             number[j] = used_count
             used_count += 1
-    end, order = best_order(costs[:used_count], stages, table, climb)
-    position = np.empty(len(order), np.int64)
-    for at in range(len(order)):
-        position[order[at]] = at
+    position = largest_in_middle(costs[:used_count])
     for i in range(len(work)):
         placed[i] = position[number[placed[i]]]
-    return best, bound, len(order), placed, end
+    return best, bound, used_count, placed

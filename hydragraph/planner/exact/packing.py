@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.micro_batch_order import pipeline_seconds
-from hydragraph.ir.schedules.schedule_kinds import table_of
-from hydragraph.planner.assignment.micro_batches import EQ1, SUM, form_in_order
+from hydragraph.planner.assignment.micro_batches import EQ1, form_in_order
 from hydragraph.planner.assignment.problem import problem_of
-
-Objective = Literal["published", "sum", "schedule"]
 
 KICKS = 60
 
@@ -24,9 +21,9 @@ class Packing:
     """Micro-batches of one pipeline.
 
     Attributes:
-        seconds: value of the objective.
+        seconds: value of Eq. 1.
         scheduled_s: the pipeline's end time under its schedule.
-        bound: lower bound on the objective.
+        bound: lower bound on `seconds`.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -45,7 +42,6 @@ def pack(
     lengths: Sequence[int],
     *,
     devices: int | None = None,
-    objective: Objective = "published",
     method: Literal["search", "exact"] = "search",
     kicks: int = KICKS,
 ) -> Packing:
@@ -54,8 +50,6 @@ def pack(
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
         devices: number of devices that share the state; default: the pipeline's.
-        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "schedule" tries both, reorders the
-            micro-batches, and returns the result that ends first under the pipeline's schedule.
         method: "exact" solves Eq. 1 through cvxpy (slow).
 
     Raises:
@@ -67,38 +61,19 @@ def pack(
 
         batches, seconds = exact_packing(pipeline, lengths)
         return Packing(batches, seconds, seconds_of(pipeline, lengths, batches), seconds)
-    return pack_pipeline(pipeline, lengths, objective, kicks)
+    return pack_pipeline(pipeline, lengths, kicks)
 
 
-def pack_pipeline(
-    pipeline: PipelineCost,
-    lengths: Sequence[int],
-    objective: Objective = "published",
-    kicks: int = KICKS,
-    climb: int = 0,
-) -> Packing:
-    if objective == "schedule":
-        both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
-        packing = min(both, key=lambda p: p.scheduled_s)
-        return replace(packing, seconds=packing.scheduled_s, bound=float(pipeline.work(lengths).sum()))
+def pack_pipeline(pipeline: PipelineCost, lengths: Sequence[int], kicks: int = KICKS) -> Packing:
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):
         return Packing((), 0.0, 0.0, 0.0)
-    which = EQ1 if objective == "published" else SUM
-    seconds, bound, count, placed, end = form_in_order(
-        np.ascontiguousarray(problem.cost[:, 0]),
-        problem.lengths,
-        problem.terms[0],
-        which,
-        kicks,
-        pipeline.stages,
-        table_of(pipeline.schedule, pipeline.stages, len(problem.lengths)),
-        climb,
-    )
+    work = np.ascontiguousarray(problem.cost[:, 0])
+    seconds, bound, count, placed = form_in_order(work, problem.lengths, problem.terms[0], EQ1, kicks)
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, j in zip(problem.order.tolist(), placed.tolist(), strict=True):
         batches[j].append(i)
-    return Packing(tuple(map(tuple, batches)), seconds, end, bound)
+    return Packing(tuple(map(tuple, batches)), seconds, seconds_of(pipeline, lengths, batches), bound)
 
 
 def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[float]:

@@ -15,7 +15,7 @@ from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.exact.integer_programs import exact_packing
 from hydragraph.planner.exact.packing import costs_of, pack_pipeline, seconds_of
-from tests.planner.examples import BATCHES, PROFILE, lengths, pipelines
+from tests.planner.examples import PROFILE, lengths, pipelines
 from tests.thorough import only
 
 
@@ -80,19 +80,9 @@ def test_the_integer_program_finds_little_more(seed: int) -> None:
     assert exact.seconds * (1 - 1e-6) <= found.seconds <= exact.seconds * 1.003
 
 
-@given(pipelines(most=1), BATCHES)
-def test_planning_with_the_true_time_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
-    published = pack_pipeline(kinds[0], sizes)
-    summed = pack_pipeline(kinds[0], sizes, "sum")
-    true = pack_pipeline(kinds[0], sizes, "schedule")
-    check(kinds[0], sizes, true)
-    check(kinds[0], sizes, summed)
-    assert true.seconds <= min(published.scheduled_s, summed.scheduled_s) * (1 + 1e-12)
-
-
 def test_all_at_max_len_and_one_sequence() -> None:
     longest = PROFILE.max_len((2, 1), 2)
-    assert planner.pack((2, 1), PROFILE, [longest] * 3).micro_batches == ((0,), (1,), (2,))
+    assert sorted(planner.pack((2, 1), PROFILE, [longest] * 3).micro_batches) == [(0,), (1,), (2,)]
     assert planner.pack((2, 1), PROFILE, [5]).micro_batches == ((0,),)
     assert planner.pack((2, 1), PROFILE, []).micro_batches == ()
     assert planner.pack((2, 1), PROFILE, [0, 7, 0]).micro_batches == ((1,),)
