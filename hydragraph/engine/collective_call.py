@@ -36,22 +36,22 @@ class CollectiveCalls:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._calling = threading.RLock()
-        self._call = ""  # the innermost call that holds the lock
+        self._lock = threading.RLock()
+        self._innermost = ""  # call that holds the lock
         self._closed = False
         self._restricted: Restriction | None = None
         self._promised: Promise | None = None  # next step, if the ranks have agreed on it
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
-        if not self._calling.acquire(blocking=False):
-            raise ValueError(f"{what}: another thread is in {self._call}; make one call at a time")
-        before, self._call = self._call, what
+        if not self._lock.acquire(blocking=False):
+            raise ValueError(f"{what}: another thread is in {self._innermost}; make one call at a time")
+        before, self._innermost = self._innermost, what
         try:
             yield
         finally:
-            self._call = before
-            self._calling.release()
+            self._innermost = before
+            self._lock.release()
 
     def _admit(self, what: str) -> None:
         if self._closed:
