@@ -29,6 +29,7 @@ SEQUENCES = (list, tuple, set, frozenset, collections.deque, collections.UserLis
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # Classes of values that other code changes, by the beginning of their qualified names.
 _LIVE = ("torch.optim.", "multiprocessing.", "ctypes.", "_thread._local", "_contextvars.ContextVar", "os._Environ")
+_TRACING = frozenset({"is_compiling", "is_exporting", "is_tracing", "is_dynamo_compiling", "is_meta"})
 _AS_A_FIELD = "pass its values as a batch field (example=), or read them once before hg.compile"
 _NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__"}) | {
     *(
@@ -141,7 +142,7 @@ class Readers:
     def _add(self, function: FunctionType) -> None:
         if id(function) in self.functions or not _is_users(function):
             return
-        _refuse_environment(function)
+        _refuse_outside(function)
         self.functions[id(function)] = function
         names = set(names_of(function.__code__))
         self.names |= names
@@ -185,10 +186,15 @@ def _refuse_live(value: Any, where: str) -> None:
         raise Unsupported(what, where=where, remedy=_AS_A_FIELD)
 
 
-def _refuse_environment(function: FunctionType) -> None:
-    if not {"environ", "getenv"}.isdisjoint(names_of(function.__code__)):
-        what = "it reads environment variables, whose changes a compiled graph would ignore"
-        raise Unsupported(what, where=function.__qualname__, remedy=_AS_A_FIELD)
+def _refuse_outside(function: FunctionType) -> None:
+    names = set(names_of(function.__code__))
+    where = function.__qualname__
+    if asked := names & _TRACING:
+        what = f"it asks whether it is traced ({asked.pop()}), so the trace may differ from what PyTorch computes"
+        raise Unsupported(what, where=where, remedy="compute the same in both cases")
+    if names & {"environ", "getenv"}:
+        what = "it reads environment variables, but a compiled graph would not"
+        raise Unsupported(what, where=where, remedy=_AS_A_FIELD)
 
 
 def has_state(value: Any) -> bool:

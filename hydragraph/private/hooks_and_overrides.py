@@ -24,6 +24,15 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
+_READS = (
+    *((Tensor, name) for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")),
+    *(
+        (torch.SymBool, "__bool__"),
+        (torch.SymFloat, "__float__"),
+        (torch.SymInt, "__int__"),
+        (torch.SymInt, "__bool__"),
+    ),
+)
 # Transformers' hooks that only record outputs.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
@@ -71,6 +80,22 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     def hook(*_: Any, **__: Any) -> Any:
         raise refuse("a gradient hook on a tensor, which is not traced", "remove it from forward")
 
+    caught: list[str] = []
+
+    def remembered(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                return original(*arguments, **keywords)
+            except Exception:
+                caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+                if caller not in ("torch", "transformers", "hydragraph"):
+                    caught.append(name)
+                raise
+
+        return mock.patch.object(owner, name, guarded, create=True)
+
     def refused_if(owner: Any, name: str, changes: Callable[..., bool], what: str, remedy: str) -> Any:
         original = getattr(owner, name)
 
@@ -104,8 +129,14 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         mock.patch.object(Function, "apply", classmethod(own_backward)),
         mock.patch.object(Tensor, "register_hook", hook),
         mock.patch.object(Tensor, "register_post_accumulate_grad_hook", hook),
+        contextlib.ExitStack() as reads,
     ):
+        for owner, name in _READS:
+            reads.enter_context(remembered(owner, name))
         yield
+    if caught:
+        what = f"a tensor's value is read ({caught[0]}), which fails in a trace, and the error is caught"
+        raise refuse(what, "remove Python decisions on tensor values (.item(), if) from forward and loss")
 
 
 def own_backward_refused(name: str) -> tuple[str, str]:

@@ -191,6 +191,20 @@ def inferred(block: Any, x: Tensor) -> Tensor:
     return x * scale.clone()
 
 
+def braked(block: Any, x: Tensor) -> Tensor:
+    if not x.is_meta and not torch.compiler.is_compiling() and bool((x.abs() > 1e6).any()):
+        return x * 0.1
+    return x
+
+
+def tried(block: Any, x: Tensor) -> Tensor:
+    try:
+        scale = 0.5 if float(x.detach().abs().max()) > 1e6 else 1.0
+    except Exception:
+        scale = 1.0
+    return x * scale
+
+
 @pytest.mark.parametrize(
     ("does", "message"),
     [
@@ -211,6 +225,8 @@ def inferred(block: Any, x: Tensor) -> Tensor:
         (cast, r"layer.0: a torch.autocast region"),
         (cast_by_a_switch, r"layer.0: torch.set_autocast_enabled; cast explicitly"),
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
+        (braked, r"braked: it asks whether it is traced \(is_(meta|compiling)\), so the trace may differ"),
+        (tried, r"a tensor's value is read \(__float__\), which fails in a trace, and the error is caught"),
         (lambda b, x: x * random.random(), r"draws random numbers from Python or NumPy"),
     ],
 )
