@@ -186,7 +186,14 @@ def flow_yaml(value: object) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that 1e9 is a number (as in YAML 1.2) and a repeated field is an error."""
+    """PyYAML's safe loader, except that 1e9 is a number and 010, 1:00 and dates are text (as in YAML 1.2), and a
+    repeated field is an error.
+    """
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        old = tag.endswith(":timestamp") or (tag.endswith((":int", ":float")) and _OLD.match(value))
+        return self.DEFAULT_SCALAR_TAG if old and implicit == (True, False) else tag
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -200,6 +207,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_OLD = re.compile(r"[-+]?0[0-7_]+$|.*:")  # numbers in base 8 and base 60
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
+from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ def test_numbers_as_people_write_them(number: str, tmp_path: Path) -> None:
     path = tmp_path / "leaf.yaml"
     path.write_text(f"{{name: a, weight: {number}}}")
     assert load_record(Leaf, path) == Leaf("a", 1000.0)
+
+
+@pytest.mark.parametrize("text", ["010", "1:00", "1:30.5", "2024-07-26", "2024-13-45"])
+def test_dates_and_numbers_that_yaml_1_1_would_convert_are_text(text: str) -> None:
+    assert parse_yaml(f"[{text}, 0, 10, 1_000, 0x10, 0.5]") == [text, 0, 10, 1000, 16, 0.5]
+    assert parse_yaml(yaml.safe_dump({"text": text})) == {"text": text}
 
 
 @pytest.mark.parametrize(
