@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
@@ -10,9 +11,11 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
-def check_text(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> str:
+    """Return a non-empty string, with a `~` at its start expanded as in a path."""
     if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{name!r} is {value!r}: give a non-empty string")
+    return os.path.expanduser(value)
 
 
 def check_texts(name: str, value: object) -> tuple[str, ...]:
@@ -20,9 +23,7 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
         raise ValueError(f"{name!r} is {value!r}: give a list, as in {name}: [{value}]")
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError(f"{name!r} is {value!r}: give a list of at least one string")
-    for item in value:
-        check_text(name, item)
-    return tuple(value)
+    return tuple(check_text(name, item) for item in value)
 
 
 def check_flag(name: str, value: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydragraph.train.field_checks import check_fields
+from hydragraph.train.field_checks import check_fields, check_text
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class PiecesConfig:
     shared: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "local")
+        if self.local is not None:
+            check_text("local", self.local)  # is expanded on each machine
         if self.local is None and self.shared is None and not self.peers:
             raise ValueError("'peers' is false, and 'local' and 'shared' are not set: set one, or omit 'pieces'")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hydragraph.train.config import TrainConfig
 from hydragraph.train.field_checks import (
     check_choice,
     check_fraction,
@@ -16,6 +17,7 @@ from hydragraph.train.field_checks import (
     check_texts,
     check_whole,
 )
+from hydragraph.train.pieces_config import PiecesConfig
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,17 @@ from hydragraph.train.field_checks import (
 def test_what_is_refused(check: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         check()
+
+
+def test_home_directories_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a")
+    assert check_text("f", "~/runs") == "/home/a/runs"
+    assert check_texts("f", ["~/d", "d/~"]) == ("/home/a/d", "d/~")
+    text = "{model: {path: ~/m}, data: {paths: [~/d], cache: ~/c}, strategies: [~/s.yaml], steps: 1, output: ~/o}"
+    config = TrainConfig.parse(text)
+    found = (config.model.path, config.data.paths[0], config.data.cache, config.strategies[0], config.output)
+    assert found == tuple(f"/home/a/{name}" for name in ("m", "d", "c", "s.yaml", "o"))
+    assert PiecesConfig(local="~/p").local == "~/p"
 
 
 def test_what_passes() -> None:
