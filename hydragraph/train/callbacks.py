@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,10 @@ def load_callback(name: str) -> object:
         sys.path[:] = path
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         raise ValueError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}: define one of them")
+    for method in dir(callback):
+        meant = get_close_matches(method, EVENTS, n=1) if method.startswith("on_") else []
+        if meant and method not in EVENTS:
+            raise ValueError(f"callbacks: {name!r} has {method}, which is never called: did you mean {meant[0]}?")
     return callback
 
 

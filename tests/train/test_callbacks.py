@@ -70,6 +70,10 @@ class Nothing:
     pass
 
 
+class Misspelt(Failing):
+    def on_evaluation(self, metrics: Any) -> None: ...
+
+
 def test_a_run_calls_them(tmp_path: Path) -> None:
     Remembering.seen.clear()
     record = {**settings(tmp_path), "callbacks": [f"{__name__}:Remembering"]}
@@ -122,6 +126,7 @@ def test_the_command_line_shows_the_traceback_of_one_that_raises(tmp_path: Path)
         (f"{__name__}:Missing", "cannot be loaded .*has no attribute 'Missing'"),
         (f"{__name__}:Broken", r"cannot be loaded \(KeyError: 'home'\)"),
         (f"{__name__}:Nothing", "has none of the methods on_start, on_step, .*: define one of them"),
+        (f"{__name__}:Misspelt", "has on_evaluation, which is never called: did you mean on_evaluate?"),
     ],
 )
 def test_what_cannot_be_loaded_is_told(name: str, sentence: str) -> None:
