@@ -97,6 +97,8 @@ def _check_device(device: str | None) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
+    if not config.optimizer.lr:
+        raise ValueError("optimizer.lr is 0, which trains nothing: give a learning rate above 0")
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)
