@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -152,7 +153,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
     except (FloatingPointError, RankFailure, EndedElsewhere, StillCompiling, TimeoutError, Unreachable) as error:
-        _complain(str(error), debug)
+        _complain(f"{error}{_if_full(str(error), '')}", debug)
         raise typer.Exit(_FAILED) from None
     except CallbackFailure as error:
         if not debug:
@@ -160,7 +161,8 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         _complain(str(error), debug)
         raise typer.Exit(_FAILED) from None
     except Exception as error:
-        _complain(f"{type(error).__name__}: {error} (this is a bug; --debug prints the traceback)", debug)
+        text = f"{type(error).__name__}: {error}"
+        _complain(f"{text}{_if_full(text, ' (this is a bug; --debug prints the traceback)')}", debug)
         raise typer.Exit(_FAILED) from None
     finally:
         if log_level is not None:
@@ -175,6 +177,16 @@ _PATHS: dict[type[Exception], str] = {
     NotADirectoryError: "a parent of this path is a file, not a directory: correct the path",
     PermissionError: "you do not have permission to use this path: change its permissions, or name another path",
 }
+
+_MEMORY = re.compile(r"out of memory|allocate memory|tried to allocate|MemoryError")
+
+
+def _if_full(text: str, otherwise: str) -> str:
+    """Return the end of an error's text: a remedy if memory was full."""
+    if not _MEMORY.search(text):
+        return otherwise
+    return ": lower data.max_length, recompute activations (as in <tp1,pp1>r) or use more ranks (see hydragraph check)"
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

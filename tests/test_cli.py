@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 
-from hydragraph.cli import main
+from hydragraph.cli import _sentences, main
+from hydragraph.errors import RankFailure
 from hydragraph.train.config import TrainConfig
 from hydragraph.version import __version__
 from tests.commands.tiny import run, write
@@ -44,6 +47,26 @@ def test_an_output_that_cannot_be_written_is_one_sentence(code: str) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        MemoryError(),
+        RankFailure(1, "push", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RankFailure(1, "", "killed by signal 9 (SIGKILL), often because the host is out of memory"),
+    ],
+)
+def test_full_memory_has_a_remedy_and_is_no_bug(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), _sentences(debug=False):
+        raise error
+    said = capsys.readouterr().err
+    assert said.endswith(
+        ": lower data.max_length, recompute activations (as in <tp1,pp1>r) or use more ranks (see hydragraph check)\n"
+    )
+    assert "bug" not in said
 
 
 def test_ctrl_c_during_imports_shows_no_traceback() -> None:

@@ -150,7 +150,13 @@ def die(culprit: int, how: str, folder: Path) -> None:
 
 
 @only("exit-exited with code 7")
-@pytest.mark.parametrize(("how", "text"), [("kill", "killed by signal 9"), ("exit", "exited with code 7")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("kill", r"killed by signal 9 \(SIGKILL\), often because the host is out of memory"),
+        ("exit", "exited with code 7"),
+    ],
+)
 def test_a_dead_rank_is_named_and_no_process_remains(how: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=text) as caught:
         launch(die, 3, 1, how, tmp_path)

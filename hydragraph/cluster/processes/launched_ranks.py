@@ -258,7 +258,8 @@ def outcome_of(member: RankHandle) -> Outcome:
     if code is None:
         return Died(when, "closed the connection to its launcher")
     if code < 0:
-        return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
+        why = ", often because the host is out of memory" * (code == -signal.SIGKILL)
+        return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name}){why}")
     if code == 1:  # a rank that has begun reports its errors itself
         return Died(when, f"exited with code 1 while it started; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
