@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 
-from hydragraph.commands.captured_model import run_assignment
-from hydragraph.commands.check import _step
+from hydragraph.commands.captured_model import run_assignment, step_lengths
 from hydragraph.cost.published_errors import FLAT, MEMORY
 from hydragraph.data import tokenizer
 from hydragraph.spec.assignment import Assignment
@@ -63,7 +62,8 @@ def test_a_deterministic_run_is_checked_as_it_trains(tmp_path: Path) -> None:
 
 def test_a_step_has_no_more_tokens_than_a_mini_batch(tmp_path: Path) -> None:
     config = TrainConfig.load(write(tmp_path), ["data.tokens_per_step=90", "data.max_length=32"])
-    step = _step(config, mock.Mock(), Strategy.parse("<tp1,pp1>", 2), None, known=False)
+    lengths = step_lengths(config, None)
+    step = run_assignment(config, mock.Mock(), Strategy.parse("<tp1,pp1>", 2), lengths, known=False)
     assert step.lengths == (32, 32, 26)
 
 

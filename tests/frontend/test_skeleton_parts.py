@@ -14,8 +14,8 @@ from hydragraph.frontend.skeleton_parts import extract, template_of
 def whole() -> fx.GraphModule:
     """Trace e = 2 w + b, hidden = e + x, out = sin(hidden) with unused u; placeholders are w_1, b_1, x_1, u_1."""
 
-    def forward(w: Tensor, b: Tensor, x: Tensor, u: Tensor) -> Tensor:
-        return torch.sin(2 * w + b + x)
+    def forward(w: Tensor, b: Tensor, x: Tensor, u: Tensor) -> tuple[Tensor]:
+        return (torch.sin(2 * w + b + x),)
 
     return make_fx(forward, tracing_mode="fake")(torch.ones(3), torch.ones(1), torch.ones(3), torch.ones(2))
 
@@ -61,15 +61,15 @@ def test_a_template_sorts_and_names_its_placeholders_and_drops_unused_ones() -> 
     assert (made.parameters, made.buffers, made.inputs) == (("x.weight",), ("b",), ("hidden",))
     assert [n.name for n in made.graph.graph.nodes if n.op == "placeholder"] == ["x_weight", "b", "hidden"]
     x, b, w = torch.rand(3), torch.rand(1), torch.rand(3)
-    assert torch.equal(made.graph(x, b, w), graph(w, b, x, torch.ones(2)))
+    assert torch.equal(made.graph(x, b, w)[0], graph(w, b, x, torch.ones(2))[0])
 
 
 def test_the_name_is_a_hash_of_the_text_and_the_shapes() -> None:
-    def forward(x: Tensor) -> Tensor:
-        return x + 1
+    def forward(x: Tensor) -> tuple[Tensor]:
+        return (x + 1,)
 
-    def other(x: Tensor) -> Tensor:
-        return x + 2
+    def other(x: Tensor) -> tuple[Tensor]:
+        return (x + 2,)
 
     def made(f: object, size: int, dtype: torch.dtype = torch.float32) -> str:
         graph = make_fx(f, tracing_mode="fake")(torch.ones(size, dtype=dtype))  # type: ignore[arg-type]

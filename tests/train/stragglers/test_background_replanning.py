@@ -132,8 +132,8 @@ def test_a_process_that_died_is_started_again_and_asked_again() -> None:
 def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def ends_at_once(_: str, **pipes: int) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", ""], **pipes))
+    def ends_at_once(_: str, stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", ""], stdin=stdin, stdout=stdout))
         return started[-1]
 
     monkeypatch.setattr(module_process, "start_module", ends_at_once)
