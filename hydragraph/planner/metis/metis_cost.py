@@ -34,7 +34,7 @@ PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generato
 def parts(plan: StagePlan) -> dict[str, float]:
     """Return each part of a plan's cost in milliseconds.
 
-    Plans that cannot train (`StagePlan.faults`) are priced as in Metis.
+    Plans that cannot train are priced as in Metis.
 
     Raises:
         ValueError: the profile has no measurement for a stage.

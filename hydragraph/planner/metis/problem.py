@@ -199,17 +199,6 @@ class StagePlan:
         return tuple(int(end) for end in np.cumsum((0, *self.layers)))
 
     @property
-    def faults(self) -> tuple[str, ...]:
-        """Reasons why the plan cannot train."""
-        reasons = []
-        if sum(self.layers) < self.problem.layers:
-            reasons.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
-        if sum(self.groups) < self.problem.cluster.devices:
-            reasons.append(f"{self.problem.cluster.devices - sum(self.groups)} devices are in no stage")
-        reasons += [f"stage {s} has no layers" for s, layers in enumerate(self.layers) if not layers]
-        return tuple(reasons)
-
-    @property
     def lost_sequences(self) -> int:
         """Maximum number of sequences that a stage omits, because Metis rounds batch // dp // B down."""
         batch = self.problem.batch

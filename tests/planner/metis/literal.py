@@ -70,6 +70,11 @@ def draw(
     return Problem(profile, Cluster(kinds, tuple(nodes)), batch, 4)
 
 
+def can_train(plan: Plan) -> bool:
+    every_device = sum(plan.groups) == plan.problem.cluster.devices
+    return every_device and sum(plan.layers) == plan.problem.layers and min(plan.layers) > 0
+
+
 def rank_types(problem: Problem, types: tuple[str, ...]) -> list[str]:
     return [kind for kind in types for _ in range(problem.cluster.counts[kind])]
 

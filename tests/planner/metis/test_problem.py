@@ -33,17 +33,11 @@ def test_ranks_follow_the_order_of_types() -> None:
         problem.kinds(("fast",))
 
 
-def test_a_plan_that_cannot_train_says_why() -> None:
+def test_a_plan_knows_the_first_layer_of_each_stage() -> None:
     nodes = Cluster({"fast": DeviceType(1, 1)}, (("fast", 4),))
-    problem = Problem(draw(0).profile.stretched(draw(0).layers), nodes, 8, 4)
-    layers = problem.layers
-    good = Plan(("fast",), (2, 2), ((1, 2), (2, 1)), 2, (1, layers - 1), problem)
-    assert good.partition == (0, 1, layers)
-    assert good.faults == ()
-    lost = Plan(("fast",), (2, 2), ((1, 2), (2, 1)), 2, (0, layers - 1), problem)
-    assert lost.faults == (f"1 of {layers} layers are in no stage", "stage 0 has no layers")
-    idle = Plan(("fast",), (2,), ((1, 2),), 2, (layers,), problem)
-    assert idle.faults == ("2 devices are in no stage",)
+    profile = draw(0).profile
+    plan = Plan(("fast",), (2, 2), ((1, 2), (2, 1)), 2, (1, profile.layers - 1), Problem(profile, nodes, 8, 4))
+    assert plan.partition == (0, 1, profile.layers)
 
 
 def test_sequences_that_do_not_come_out_even_are_counted() -> None:
