@@ -22,6 +22,7 @@ import typer
 
 from hydragraph import log
 from hydragraph.cluster.processes.compute_threads import spinning
+from hydragraph.cluster.processes.launcher_environment import check_environment
 from hydragraph.commands import (
     chaos,
     check,
@@ -111,6 +112,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(**given: Any) -> None:
         with _sentences(given["debug"], given.get("log_level")):
+            check_environment(os.environ)
             _check_picture(given.get("picture"))
             for name in _FILES:
                 if isinstance(given.get(name), Path):

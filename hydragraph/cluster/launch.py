@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.processes import fork_server
 from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
 from hydragraph.cluster.processes.launched_ranks import GUARD, Context, run_crew
+from hydragraph.cluster.processes.launcher_environment import check_environment
 from hydragraph.cluster.processes.launcher_fork import ensure_forked
 from hydragraph.cluster.processes.pickling import nothing_else_imported, sent
 from hydragraph.cluster.processes.preloaded_imports import classes_named_in
@@ -101,9 +103,12 @@ def join(device: torch.device | str | None = None) -> World:
     Args:
         device: `cuda` without an index means this rank's GPU; None means a GPU if available.
     """
+    check_environment(os.environ)
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if launched and os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ:
+        launched = False
     if not dist.is_initialized() and launched:
         # Objects are sent as CPU tensors.
         kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
@@ -164,11 +169,21 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
 
     torchrun's store outlives the ranks, so each restart uses new keys.
     """
+    for name, what in (("MASTER_ADDR", "the address of rank 0's machine"), ("MASTER_PORT", "a free port there")):
+        if name not in os.environ:
+            raise ValueError(f"{name} is not set: set it to {what}, on every rank")
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not shared:
-        store = hosted(address, port)
+        try:
+            store = hosted(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ValueError(
+                f"port {port} is in use on this machine, perhaps by another job: set MASTER_PORT to a free port"
+            ) from None
     else:
         _reach(address, port, rank)
         store = client(address, port)
