@@ -51,6 +51,8 @@ _LOG = logging.getLogger(__name__)
 _MOST = 1024  # processes per host; each needs about 0.3 GB
 _ASK_S = 5.0  # for one attempt to reach the launcher's store
 _REACHED_S = 300.0  # for all attempts to reach the launcher's store
+_ARRIVAL_POLL_S = 0.01
+_HERE = "hydragraph/here"
 _ARRIVAL = timedelta(minutes=30)  # time for all ranks to arrive
 
 # A fork takes 10 ms, but an import of torch takes seconds. On macOS, forks are unsafe.
@@ -184,12 +186,27 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
             raise ValueError(
                 f"port {port} is in use on this machine, perhaps by another job: set MASTER_PORT to a free port"
             ) from None
+        _wait_for_ranks(store, ranks, f"{address}:{port}")
     else:
         _reach(address, port, rank)
         store = client(address, port)
+        store.set(f"{_HERE}/{rank}", "")
     joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]
+
+
+def _wait_for_ranks(store: Store, ranks: int, where: str) -> None:
+    began = time.monotonic()
+    told = False
+    missing = list(range(1, ranks))
+    while missing := [rank for rank in missing if not store.check([f"{_HERE}/{rank}"])]:
+        if time.monotonic() - began > _REACHED_S:
+            return  # `meet` ends with an error
+        if not told and time.monotonic() - began > TOLD_S:
+            told = True
+            _LOG.warning("rank 0 waits at %s for %d of %d ranks, first rank %d", where, len(missing), ranks, missing[0])
+        time.sleep(_ARRIVAL_POLL_S)
 
 
 def _reach(address: str, port: int, rank: int) -> None:

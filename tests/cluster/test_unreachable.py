@@ -46,6 +46,18 @@ def test_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> Non
     assert listening_at() == "no address on interface none0"
 
 
+def test_the_first_rank_tells_which_rank_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.HashStore()
+    store.set("hydragraph/here/1", "")
+    monkeypatch.setattr(launch, "TOLD_S", -1.0)
+    monkeypatch.setattr("time.sleep", lambda seconds: store.set("hydragraph/here/2", ""))
+    launch._wait_for_ranks(store, 3, "127.0.0.1:29616")
+    (warning,) = caplog.records
+    assert warning.getMessage() == "rank 0 waits at 127.0.0.1:29616 for 1 of 3 ranks, first rank 2"
+
+
 def test_a_first_host_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
