@@ -64,8 +64,15 @@ def test_ranks_of_several_machines_tell_gloo(
     if chosen is not None:
         environment["GLOO_SOCKET_IFNAME"] = chosen
     monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "wlan0")])
     member._choose_interface()
     assert environment.get("GLOO_SOCKET_IFNAME") == used
+
+
+def test_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME is eth99: no such interface here; use .*lo"):
+        member._choose_interface()
 
 
 def test_the_address_of_this_host_is_the_one_that_others_reach(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -236,6 +237,10 @@ def meet(
 
 
 def _choose_interface() -> None:
+    here = [name for _, name in socket.if_nameindex()]
+    for given in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if given not in here:
+            raise ValueError(f"GLOO_SOCKET_IFNAME is {given}: no such interface here; use {', '.join(here)}")
     if _on_several_machines() and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_for(os.environ.get("MASTER_ADDR", "localhost"))
         if name is not None:
