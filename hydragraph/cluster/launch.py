@@ -271,6 +271,8 @@ def launch(
             f"launch: ranks={ranks} would exhaust this machine: use at most {_MOST}, or start ranks on several "
             "machines with torchrun"
         )
+    if elastic is not None and ranks + elastic.spares > _MOST:
+        raise ValueError(f"launch: {ranks} ranks and {elastic.spares} spares: use at most {_MOST} processes")
     if not isinstance(timeout, timedelta | None):
         raise ValueError(f"launch: timeout={timeout!r}: give a datetime.timedelta, as in timedelta(seconds=60)")
     work = _pickled(function, args)

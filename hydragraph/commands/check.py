@@ -23,6 +23,7 @@ from hydragraph.commands.options import (
     Efficiency,
     ProfileFile,
     Strategies,
+    check_memory,
     check_prices,
     check_strategies,
     default_devices_text,
@@ -33,6 +34,7 @@ from hydragraph.commands.options import (
 from hydragraph.commands.progress import progress
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, seconds_text
+from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -56,10 +58,13 @@ class CheckOptions(ConfigOptions):
         typer.Option(help="GPU architecture, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
     ] = None
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs, instead of --cluster; default: the config's ranks.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_DEVICES, help="Number of GPUs, instead of --cluster; default: the config's ranks."
+        ),
     ] = None
     memory: Annotated[
-        float | None, typer.Option(min=1, help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
+        float | None, typer.Option(help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
     ] = None
     lengths: Annotated[
         Path | None,
@@ -96,6 +101,7 @@ def check_command(options: CheckOptions) -> None:
     """
     from hydragraph.train.plan_input import CostFiles, read_costs
 
+    check_memory("--memory", options.memory)
     check_prices(options.profile, options.efficiency)
     if options.arch is not None and options.profile is not None:
         raise ValueError("--profile uses measured seconds and --arch uses a datasheet: give only one of them")

@@ -30,6 +30,7 @@ from hydragraph.commands.options import (
 )
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, counts_text, seconds_text
+from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class CompileOptions(ConfigOptions):
     output: Annotated[Path, typer.Option(help="Folder to write; an earlier compiled folder is replaced.")] = Path(
         "compiled"
     )
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks of the run; default: the config's.")] = None
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=MOST_DEVICES, help="Number of ranks of the run; default: the config's.")
+    ] = None
     backend: Annotated[
         str | None,
         typer.Option(
@@ -156,6 +159,8 @@ def compile_quietly(
     here = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device("cuda:0" if arch else here)
     chosen = choose_backend(config.backend, device)
+    if device.type == "cuda" and chosen == "inductor" and not (arch or torch.cuda.is_available()):
+        raise ValueError(f"device {here!r}: PyTorch finds no GPU here: also pass --arch, such as --arch sm_90")
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("capturing the model", total=None)

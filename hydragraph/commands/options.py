@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -15,8 +16,10 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 import typer
 
 from hydragraph.log import LEVELS
+from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import strategies_of
+from hydragraph.spec.training_workload import check_sequences
 from hydragraph.train.config import ModelConfig, TrainConfig
 from hydragraph.train.config_overrides import given_plan
 
@@ -39,7 +42,10 @@ ClusterFile = Annotated[
 DeviceCount = Annotated[
     int | None,
     typer.Option(
-        "--devices", min=1, help="Number of H200s, eight per node, instead of --cluster; default: the config's ranks."
+        "--devices",
+        min=1,
+        max=MOST_DEVICES,
+        help="Number of H200s, eight per node, instead of --cluster; default: the config's ranks.",
     ),
 ]
 HealthFile = Annotated[
@@ -157,11 +163,17 @@ def check_counts(text: str) -> list[int]:
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline, such as 4,2")
     counts = [int(part) for part in parts]
+    check_sequences(sum(counts))
     if not any(counts):
         raise ValueError(
             f"--micro-batches {text!r}: no pipeline would compute: give at least one pipeline a micro-batch"
         )
     return counts
+
+
+def check_memory(option: str, value: float | None) -> None:
+    if value is not None and not 1e5 <= value < math.inf:
+        raise ValueError(f"{option} {value:g}: give bytes, such as 80e9")
 
 
 def check_written(option: str, path: Path | None) -> None:

@@ -20,6 +20,7 @@ from hydragraph.commands.options import (
     check_read,
     check_written,
 )
+from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ METHODS = "auto|mixed|straggler|search|metis"
 class EqualOptions(CommonOptions):
     PANEL = "Equal devices"
 
-    devices: Annotated[int | None, typer.Option(min=1, help="Number of devices.")] = None
+    devices: Annotated[int | None, typer.Option(min=1, max=MOST_DEVICES, help="Number of devices.")] = None
     strategies: Annotated[
         list[str] | None,
         typer.Option(

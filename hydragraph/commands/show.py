@@ -16,6 +16,7 @@ from hydragraph.commands.options import (
     MicroBatches,
     Set,
     check_counts,
+    check_memory,
     check_strategies,
     read_counts,
     verb,
@@ -87,6 +88,7 @@ class ShowOptions(CommonOptions):
 
     def check(self) -> None:
         check_counts(self.micro_batches)
+        check_memory("--limit", self.limit)
         folder = self.source is not None and self.source.is_dir()
         if self.output is not None:
             from hydragraph.commands.show_schedule import check_drawn

@@ -34,6 +34,7 @@ from hydragraph.commands.options import (
 from hydragraph.commands.progress import Say, progress
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import console, counts_text, seconds_text
+from hydragraph.spec.training_workload import check_sequences
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class StepOptions(ConfigOptions):
             check_counts(self.micro_batches)
             if self.sequences is not None:
                 raise ValueError("--micro-batches and --sequences both set the size of a step: give only one of them")
+        check_sequences(self.sequences or 0)
         if self.sequences is not None and self.sequences % (self.micro_batch or 1):
             raise ValueError(
                 f"--sequences {self.sequences} cannot be split into micro-batches of {self.micro_batch}: give a "

@@ -25,6 +25,7 @@ from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, a
 from hydragraph.planner.assignment.best_candidate import Choice, compare
 from hydragraph.planner.generators.hydraulis import propose
 from hydragraph.planner.improve_schemes import homogeneous, refine
+from hydragraph.spec.training_workload import check_sequences
 
 Strategy = tuple[Scheme, ...]
 
@@ -215,6 +216,7 @@ def explain(
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
     """Draw mini-batches of at least `tokens` tokens from shuffled passes over the data."""
+    check_sequences(tokens * len(data) // sum(data))
     random = np.random.default_rng(seed)
     order: list[int] = []
     batches: list[list[int]] = []

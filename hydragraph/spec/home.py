@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, TypeVar, get_args
 
+from hydragraph.spec.cluster import MOST_DEVICES
+
 T = TypeVar("T")
 
 Shares = tuple[float, ...]
@@ -207,9 +209,12 @@ def _numbers(text: str, part: str) -> tuple[float, ...]:
     for run in part.split(","):
         count, times, number = run.rpartition("*")
         try:
-            values += [float(number)] * (int(count) if times else 1)
+            share, repeated = float(number), int(count) if times else 1
         except ValueError:
             raise ValueError(
                 f"home {text!r}: {run!r} is not a share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
             ) from None
+        if len(values) + repeated > MOST_DEVICES:
+            raise ValueError(f"home {text!r}: more than {MOST_DEVICES:,} ranks: use fewer")
+        values += [share] * repeated
     return tuple(values)

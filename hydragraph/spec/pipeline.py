@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.spec.stage_kind import StageKind, is_budget
 
 GRADIENTS = "gradients"
@@ -44,10 +45,11 @@ class Stage:
         if not self.devices:
             raise ValueError("'devices' is empty: a stage needs at least one device")
         for device in self.devices:
-            if not is_whole(device) or device < 0:
-                raise ValueError(f"'devices' has {device!r}: devices are ranks, integers from 0")
-            if self.devices.count(device) > 1:
-                raise ValueError(f"'devices' has {device} more than once: list each device once")
+            if not is_whole(device) or not 0 <= device < MOST_DEVICES:
+                raise ValueError(f"'devices' has {device!r}: devices are ranks, integers from 0 to {MOST_DEVICES - 1}")
+        if len(set(self.devices)) < len(self.devices):
+            device = next(device for device in self.devices if self.devices.count(device) > 1)
+            raise ValueError(f"'devices' has {device} more than once: list each device once")
         if not is_whole(self.layers) or self.layers < 1:
             raise ValueError(f"'layers' is {self.layers!r}: give a whole number of at least 1, or remove the stage")
         for name in ("sequence_parallel", "offload", "sums_in_pieces"):

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.stage_kind import is_budget, recompute_flag
@@ -60,7 +61,8 @@ def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
 
 def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
     """Return the shortest text for `parse_strategy`."""
-    texts = [_format_pipeline(pipeline, _next_device(pipelines[:i])) for i, pipeline in enumerate(pipelines)]
+    firsts = accumulate((_next_device([pipeline]) for pipeline in pipelines), max, initial=0)
+    texts = [_format_pipeline(pipeline, first) for pipeline, first in zip(pipelines, firsts, strict=False)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     joined = " + ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
     return joined if schedule == DEFAULT_SCHEDULE else f"{joined} {schedule}"
@@ -187,6 +189,8 @@ def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) ->
     flags = _parse_flags(reader) if _are_flags(reader.peek()) else {}
     if pp * visits > layers:
         raise reader.error(f"{pp * visits} stages for {layers} layers: use at most one stage per layer", start, token)
+    if first + count * tp * pp > MOST_DEVICES:
+        raise reader.error(f"more than {MOST_DEVICES:,} devices: use fewer", start, token)
     if pp == 1 and visits > 1:
         raise reader.error("interleaved stages need at least pp2: with pp1, no device waits for others", token)
     return tuple(regular_pipeline(tp, pp, layers, first + i * tp * pp, visits, **flags) for i in range(count))

@@ -42,8 +42,7 @@ class Workload:
             )
         if fixed and not (_counts(self.sequences) and _counts(self.length)):
             raise ValueError(f"'sequences' is {self.sequences!r}, 'length' {self.length!r}: give whole numbers above 0")
-        if self.sequences > MOST_SEQUENCES:
-            raise ValueError(f"'sequences' is {self.sequences:,}: give at most {MOST_SEQUENCES:,} in a mini-batch")
+        check_sequences(self.sequences)
         for i, batch in enumerate(self.lengths):
             if not batch or min(batch) < 1:
                 raise ValueError(f"lengths[{i}] is {list(batch)[:8]}: give at least one length, each above 0")
@@ -82,7 +81,13 @@ class Workload:
 def full_lengths(tokens: int, longest: int) -> list[int]:
     """Divide a mini-batch's tokens into sequences of maximum length and a rest."""
     count, rest = divmod(max(tokens, longest), longest)
+    check_sequences(count)
     return [longest] * count + [rest] * (rest > 1)
+
+
+def check_sequences(count: int) -> None:
+    if count > MOST_SEQUENCES:
+        raise ValueError(f"a mini-batch would have {count:,} sequences: give at most {MOST_SEQUENCES:,}")
 
 
 def _counts(value: object) -> bool:

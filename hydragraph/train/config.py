@@ -29,6 +29,7 @@ from hydragraph.train.field_checks import (
     Positive,
     Texts,
     check_choice,
+    check_device,
     check_fields,
     check_fraction,
     check_number,
@@ -517,7 +518,7 @@ class TrainConfig:
     label_smoothing: Fraction = 0.0
     dtype: Dtype = "float32"
     backend: Annotated[str, partial(check_choice, choices=BACKENDS)] | None = None
-    device: str | None = None
+    device: Annotated[str, check_device] | None = None
     check: Annotated[str, partial(check_choice, choices=CHECKS)] = "auto"
     compiled: str | None = None
     trust: bool = False

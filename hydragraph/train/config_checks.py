@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ _PASSES = 1000  # maximum passes over the data in one step
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
     """Check the settings that do not depend on the data; raise ValueError, or OSError if a file cannot be read."""
-    _check_device(config.device)
     _check_optimizer(config)
     read_costs(config.plan, ranks)
     config.home.check(ranks)
@@ -89,11 +87,6 @@ def _size(config: object, name: str) -> int | None:
     except RuntimeError:
         return None
     return size if isinstance(size, int) else None
-
-
-def _check_device(device: str | None) -> None:
-    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-        raise ValueError(f"device {device!r}: use 'cpu', or 'cuda', which gives each rank its own GPU")
 
 
 def _check_optimizer(config: TrainConfig) -> None:

@@ -34,6 +34,7 @@ _ENCODING = 6  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 # Python's tests contain files with deliberate errors.
+_MOST_STEPS = 10**8
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
 # Arguments: the activity, the number of finished documents, and the finished fraction (0 if unknown).
@@ -425,6 +426,10 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
         return config.steps
     steps = 0
     left = config.epochs * batches.tokens
+    if left > _MOST_STEPS * config.data.tokens_per_step:
+        raise ValueError(
+            f"epochs is {config.epochs:g}, which is {left / config.data.tokens_per_step:.0e} steps: lower epochs"
+        )
     while left > 0:
         left -= sum(batches.skip())
         steps += 1

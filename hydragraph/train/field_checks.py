@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
@@ -34,6 +35,12 @@ def check_flag(name: str, value: object) -> None:
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name!r} is {value!r}: use {' or '.join(map(repr, choices))}")
+
+
+def check_device(name: str, value: object) -> None:
+    check_text(name, value)
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(value)):
+        raise ValueError(f"{name} {value!r}: use 'cpu', or 'cuda', which gives each rank its own GPU")
 
 
 def check_whole(name: str, value: object, least: int) -> None:

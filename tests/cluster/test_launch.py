@@ -30,6 +30,7 @@ from hydragraph.cluster.processes.launched_ranks import Stops, answering_server,
 from hydragraph.cluster.processes.rank_process import Died
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.errors import RankFailure, Unsupported
+from hydragraph.spec.elastic import Elastic
 from tests.thorough import first, only, thorough
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +196,8 @@ def test_refuses_what_cannot_be_pickled_and_no_ranks() -> None:
         launch("train", 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks=0"):
         launch(finish, 0)
+    with pytest.raises(ValueError, match="2 ranks and 1000000 spares: use at most 1024 processes"):
+        launch(print, 2, elastic=Elastic(spares=1000000))
     with pytest.raises(ValueError, match="ranks=100000 would exhaust this machine"):
         launch(sleep_on, 100_000, 0)
 

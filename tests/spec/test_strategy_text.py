@@ -186,6 +186,13 @@ def test_errors_underline_the_offending_piece(text: str, message: str, underline
     assert ("found the end" in str(caught.value)) == (not underlined)
 
 
+def test_a_strategy_of_many_devices_is_parsed_and_formatted_in_linear_time() -> None:
+    for text in ("60000*<tp1,pp1>", "<tp60000,pp1>"):
+        assert format_strategy(*parse_strategy(text, 4)) == text
+    with pytest.raises(ValueError, match="more than 65,536 devices"):
+        parse_strategy("<tp60000,pp1> + 6000*<tp1,pp1>", 4)
+
+
 def test_a_regular_pipeline_may_recompute_in_all_its_stages() -> None:
     assert parse_strategy("2*<tp1,pp2>r", 4) == parse_strategy("<[0]x2r,[1]x2r> + <[2]x2r,[3]x2r>", 4)
     assert parse_strategy("<tp2,pp1>sr", 4) == parse_strategy("<[0,1]x4sr>", 4)

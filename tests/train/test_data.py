@@ -319,6 +319,8 @@ def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
         drawn.append(sum(stream.skip()))
     assert sum(drawn[:-1]) < 2.5 * stream.tokens <= sum(drawn)
     assert steps_of(config(tmp_path), stream) == 6
+    with pytest.raises(ValueError, match=r"epochs is 1e\+12, .* steps: lower epochs"):
+        steps_of(replace(run, epochs=1e12), stream)
 
 
 def test_documents_that_are_skipped_or_cut_are_remarked(tmp_path: Path) -> None:
