@@ -184,7 +184,6 @@ _MEMORY = re.compile(r"out of memory|allocate memory|tried to allocate|MemoryErr
 
 
 def _if_full(text: str, otherwise: str) -> str:
-    """Return the end of an error's text: a remedy if memory was full."""
     if not _MEMORY.search(text):
         return otherwise
     return ": lower data.max_length, recompute activations (as in <tp1,pp1>r) or use more ranks (see hydragraph check)"

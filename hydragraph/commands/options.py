@@ -177,7 +177,6 @@ def check_memory(option: str, value: float | None) -> None:
 
 
 def check_written(option: str, path: Path | None) -> None:
-    """Raise a ValueError if an option's file cannot be written."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -192,7 +191,6 @@ _OUTPUTS = ("output", "out", "picture", "trace", "csv", "json", "markdown", "rep
 
 
 def check_read(given: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a command would replace a file that it reads."""
     for output in _OUTPUTS:
         path = given.get(output)
         if not isinstance(path, Path) or not path.is_file():

@@ -81,7 +81,6 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _size(config: object, name: str) -> int | None:
-    """Return a size from a model's config; None if missing or different between layers."""
     try:
         size = getattr(config, name, None)
     except RuntimeError:

@@ -68,8 +68,7 @@ class RunFolder:
                 "resume" (continue the run) or "auto" (continue the run if it has a checkpoint, else replace it).
 
         Raises:
-            ValueError: "new" with an earlier run, "resume" without a checkpoint, a checkpoint after the last step, or
-                files that no run wrote.
+            ValueError: `how` does not suit the contents of the folder.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
