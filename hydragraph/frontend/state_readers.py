@@ -13,7 +13,16 @@ import sysconfig
 import textwrap
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +38,11 @@ SEQUENCES = (list, tuple, set, frozenset, collections.deque, collections.UserLis
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # Classes of values that other code changes, by the beginning of their qualified names.
 _LIVE = ("torch.optim.", "multiprocessing.", "ctypes.", "_thread._local", "_contextvars.ContextVar", "os._Environ")
+_CLOCKS = {
+    f"{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")
+} | {
+    *("now", "utcnow", "today"),
+}
 _TRACING = frozenset({"is_compiling", "is_exporting", "is_tracing", "is_dynamo_compiling", "is_meta"})
 _AS_A_FIELD = "pass its values as a batch field (example=), or read them once before hg.compile"
 _NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__"}) | {
@@ -181,7 +195,7 @@ def parts_of(value: Any) -> Mapping[Any, Any]:
 
 def _refuse_live(value: Any, where: str) -> None:
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
-    if any(name.startswith(_LIVE) for name in names):
+    if any(name.startswith(_LIVE) for name in names) or (isinstance(value, Iterator) and not has_state(value)):
         what = f"the model or loss reads a {names[0]}, whose changes a compiled graph would ignore"
         raise Unsupported(what, where=where, remedy=_AS_A_FIELD)
 
@@ -192,9 +206,24 @@ def _refuse_outside(function: FunctionType) -> None:
     if asked := names & _TRACING:
         what = f"it asks whether it is traced ({asked.pop()}), so the trace may differ from what PyTorch computes"
         raise Unsupported(what, where=where, remedy="compute the same in both cases")
-    if names & {"environ", "getenv"}:
-        what = "it reads environment variables, but a compiled graph would not"
-        raise Unsupported(what, where=where, remedy=_AS_A_FIELD)
+    read = (
+        "environment variables" if names & {"environ", "getenv"} else "a clock" if _asks_clocks(function, names) else ""
+    )
+    if read:
+        raise Unsupported(f"it reads {read}, but a compiled graph would not", where=where, remedy=_AS_A_FIELD)
+
+
+def _asks_clocks(function: FunctionType, names: set[str]) -> bool:
+    cells = [cell.cell_contents for cell in cells_of(function).values()]
+    for value in [*globals_of(function).values(), *cells, *_imported(function)]:
+        if isinstance(value, BuiltinFunctionType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
+            return True
+        source = (
+            value.__name__ if isinstance(value, ModuleType) else value.__module__ if isinstance(value, type) else ""
+        )
+        if source in ("time", "datetime") and not names.isdisjoint(_CLOCKS):
+            return True
+    return False
 
 
 def has_state(value: Any) -> bool:
@@ -208,11 +237,12 @@ def has_state(value: Any) -> bool:
 
 
 def attributes_of(owner: Any) -> Mapping[str, Any]:
-    attributes: Mapping[str, Any] | None = getattr(owner, "__dict__", None)
-    if attributes is not None:
+    attributes: Mapping[str, Any] = getattr(owner, "__dict__", {})
+    if isinstance(owner, nn.Module | type):
         return attributes
-    slots = [n for k in type(owner).__mro__ for n in vars(k).get("__slots__", ())]
-    return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+    members = [n for k in type(owner).__mro__ for n, v in vars(k).items() if isinstance(v, MemberDescriptorType)]
+    slots = [n for n in members if not n.startswith("__") and hasattr(owner, n)]
+    return {**attributes, **{n: getattr(owner, n) for n in slots}} if slots else attributes
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from numbers import Number
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.state_readers import Readers, cells_of, globals_of, is_installed, library_of
+from hydragraph.frontend.state_readers import (
+    Readers,
+    attributes_of,
+    cells_of,
+    globals_of,
+    is_installed,
+    library_of,
+    referent,
+)
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
     hooks_of,
@@ -181,8 +189,10 @@ def _places_of(module: nn.Module) -> list[_Place]:
         loss = vars(module).get("_loss")
         readers = Readers(module, loss)
         owners = {prefix: child for prefix, child in module.named_modules() if library_of(type(child)) is None}
-        places = [(prefix, partial(_attributes_of, weakref.ref(child))) for prefix, child in owners.items()]
-        places += [("loss", partial(getattr, loss, "__dict__"))] if hasattr(loss, "__dict__") else []
+        places: list[_Place] = [
+            (prefix, partial(_attributes_of, weakref.ref(child))) for prefix, child in owners.items()
+        ]
+        places += [("loss", partial(attributes_of, loss))]
         for function in readers.functions.values():
             name = function.__qualname__
             places += [(name, partial(vars, function))]
@@ -201,9 +211,10 @@ def _attributes_of(reference: weakref.ref[nn.Module]) -> dict[str, object]:
 
 
 def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4) -> Iterator[tuple[str, str]]:
-    if isinstance(value, bool | str | Tensor | nn.Module | FunctionType | ModuleType) or id(value) in seen:
+    value = referent(value)
+    if isinstance(value, bool | Tensor | nn.Module | FunctionType | ModuleType) or id(value) in seen:
         return  # flags change once, such as after a warning
-    if isinstance(value, int | float | np.generic | itertools.count):
+    if isinstance(value, str | bytes | bytearray | Number | np.generic):
         yield place, repr(value)
         return
     seen[id(value)] = value
@@ -220,7 +231,7 @@ def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4
         for i, part in enumerate([] if isinstance(value, set) or not depth else list(value)[:_MOST]):
             yield from _state_in(f"{place}[{i}]", part, seen, depth - 1)
     elif depth and (isinstance(value, Mapping | SimpleNamespace) or not is_installed(_class_of(value))):
-        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        parts = value if isinstance(value, Mapping) else attributes_of(value)
         for name, part in list(parts.items())[:_MOST]:
             yield from _state_in(f"{place}.{name}".removeprefix("."), part, seen, depth - 1)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+import time
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -227,6 +232,8 @@ def tried(block: Any, x: Tensor) -> Tensor:
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
         (braked, r"braked: it asks whether it is traced \(is_(meta|compiling)\), so the trace may differ"),
         (tried, r"a tensor's value is read \(__float__\), which fails in a trace, and the error is caught"),
+        (lambda b, x: x * (time.monotonic() < 1e9), r"<lambda>: it reads a clock, but .*; pass its values as a batch"),
+        (lambda b, x: x * (monotonic() < 1e9), r"<lambda>: it reads a clock"),
         (lambda b, x: x * random.random(), r"draws random numbers from Python or NumPy"),
     ],
 )
@@ -561,5 +568,39 @@ def test_state_that_a_loss_changes_is_refused_by_name(kind: str) -> None:
         "numpy": (numpys, numpys.random),
     }
     state, step = cases[kind]
-    with pytest.raises(Unsupported, match=r"differs between calls|forward or loss changes .*state"):
+    with pytest.raises(
+        Unsupported, match=r"differs between calls|forward or loss changes .*state|reads a itertools.count"
+    ):
         capture(small(), loss=_counting(state, step))
+
+
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+    text: str = ""
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+    part: Fraction = Fraction(0)
+
+
+@pytest.mark.parametrize("name", ["calls", "text", "data", "part"])
+def test_state_in_slots_is_refused(name: str) -> None:
+    state = Slotted()
+    more: Any = {"calls": 1, "text": "x", "data": b"x", "part": Fraction(1, 200)}[name]
+
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        setattr(state, name, getattr(state, name) + more)
+        return logits.sum()
+
+    with pytest.raises(Unsupported, match=f"forward or loss changes .*{name}"):
+        capture(small(), loss=loss)
+
+
+def test_iterators_that_a_loss_or_model_reads_are_refused() -> None:
+    weights, model = iter([1.0] * 200), small()
+    block: Any = model.stack[0]
+    with pytest.raises(Unsupported, match=r"Own: the model or loss reads a builtins.list_iterator"):
+        capture(model, loss=lambda logits, batch: logits.sum() * next(weights))
+    block.does = (i for i in range(9))
+    block.forward = types.MethodType(lambda self, x, cu_seqlens: x * next(self.does), block)
+    with pytest.raises(Unsupported, match=r"Own: the model or loss reads a builtins.generator"):
+        capture(model)
