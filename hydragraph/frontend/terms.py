@@ -8,7 +8,8 @@ The proof sorts values into four kinds:
     total       a sum of terms
 
 Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Lengths are the only bounds
-that may weight terms. Totals may only be scaled or added. Only the numeric check verifies which rows an index selects.
+that may weight terms. Totals may only be scaled or added. An index computed from bounds must select rows of the same
+sequence: its kind says which rows it selects.
 """
 
 from __future__ import annotations
@@ -49,10 +50,15 @@ _FINDS = aten_operators("""
 """)
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
 _SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the searched argument
+_QUOTIENTS = aten_operators("floor_divide floor_divide.Scalar div.Tensor_mode div.Scalar_mode")
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
+_OTHERS = (
+    "may take another sequence's rows; index tokens by cu_seqlens[:-1] or cu_seqlens[1:] - 1, and sequences by "
+    "torch.searchsorted(cu_seqlens[1:], torch.arange(T), right=True)"
+)
 _BEHIND = "processes a sum over tokens; sums may only be scaled or added"
 
 SCALED = aten_operators("div.Tensor div.Scalar mul.Tensor mul.Scalar")
@@ -65,9 +71,21 @@ _SUM = 2  # PyTorch's code for reduction="sum"
 
 
 class _Bound(Enum):
-    PLACE = auto()  # positions in the row
+    BOUNDS = auto()  # cu_seqlens
+    START = auto()  # each sequence's first token
+    END = auto()  # the token after each sequence
+    INSIDE = auto()  # a token of each sequence
+    BEFORE = auto()  # tokens before each sequence's end
+    AFTER = auto()  # tokens from each sequence's start on
+    OWNER = auto()  # each token's sequence
+    NEXT = auto()  # the sequence after each token's
+    COUNT = auto()  # 0, 1, 2, ...
     LENGTH = auto()  # differences of positions
     INDEX = auto()  # other values
+
+
+_PLACES = {_Bound.BOUNDS, _Bound.START, _Bound.END, _Bound.INSIDE, _Bound.BEFORE, _Bound.AFTER}
+_IN_SEQUENCE = {_Bound.START, _Bound.INSIDE}
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
@@ -76,7 +94,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     Args:
         bounds: the placeholders of cu_seqlens and max_length that the graph uses.
     """
-    from_bounds = {n: _Bound.PLACE if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
+    from_bounds = {n: _Bound.BOUNDS if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
     running: set[fx.Node] = set()  # prefix sums over rows, whose differences between bounds are terms
@@ -96,7 +114,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         elif node.target in ARANGES and _has_rows(node):
             if not selects:
                 return f"{node.target} {COUNTS}"
-            from_bounds[node] = _Bound.INDEX
+            from_bounds[node] = _Bound.COUNT if _counts_up(node) else _Bound.INDEX
         elif any(n in from_bounds for n in inputs) and not any(_has_rows(n) and n not in from_bounds for n in inputs):
             if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
                 return f"{node.target} {_ACROSS}"
@@ -121,11 +139,20 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     first, *others = operands(node)
     given = [told[n] for n in node.all_input_nodes if n in told]
     if node.target in _OF_NEIGHBOURS:
-        if node.target is aten.diff.default and given == [_Bound.PLACE] and argument_of(node, "n") == 1:
+        if node.target is aten.repeat_interleave.Tensor and _is_lengths(first, told):
+            return _Bound.OWNER
+        if given != [_Bound.BOUNDS]:
+            return _Bound.INDEX
+        if node.target is aten.diff.default and argument_of(node, "n") == 1:
             return _Bound.LENGTH
-        return _Bound.PLACE if _drops_an_end(node) and given == [_Bound.PLACE] else _Bound.INDEX
+        return (_Bound.END if others[1] else _Bound.START) if _drops_an_end(node) else _Bound.INDEX
     if node.target in _SEARCHES and operands(node)[_SEARCHES[node.target]] in told:
-        return _Bound.INDEX
+        return _searched(node, told)
+    if node.target is aten.repeat_interleave.self_Tensor:
+        kind = told.get(first, _Bound.INDEX) if _is_lengths(others[0], told) else _Bound.INDEX
+        return _Bound.OWNER if kind is _Bound.COUNT else kind
+    if node.target in (aten.index.Tensor, aten.index_select.default) and set(given) != {_Bound.LENGTH}:
+        return told[first] if first in told and given[1:] == [_Bound.OWNER] else _Bound.INDEX
     if set(given) == {_Bound.LENGTH}:
         return _Bound.LENGTH if _has_rows(node) else _Bound.INDEX
     if node.target in SAME or (node.target not in _SEARCHES and not is_pointwise(node)):
@@ -133,13 +160,58 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     if node.target in _SEARCHES or node.kwargs:
         return None
     positions = [n for n in operands(node)[:2] if told.get(n, _Bound.LENGTH) is not _Bound.LENGTH]
-    if node.target is aten.sub.Tensor and given == [_Bound.PLACE] * 2:
+    if node.target is aten.sub.Tensor and len(given) == 2 and set(given) <= _PLACES:
         return _Bound.LENGTH
     if node.target is aten.add.Tensor or (node.target is aten.sub.Tensor and positions == [first]):
-        return told[positions[0]] if len(positions) == 1 else None
+        return _moved(node, told, positions[0]) if len(positions) == 1 else None
     if node.target in (aten.maximum.default, aten.minimum.default):
-        return given[0] if len(set(given)) == 1 else None
+        if not set(given) <= _PLACES:
+            return given[0] if len(set(given)) == 1 else None
+        sides = _IN_SEQUENCE | {_Bound.BEFORE if node.target is aten.maximum.default else _Bound.AFTER}
+        return _Bound.INSIDE if set(given) <= sides and set(given) & _IN_SEQUENCE else _Bound.INDEX
     return given[0] if node.target in (aten.clamp.default, aten.clamp_min.default) and others == [0] else None
+
+
+def _moved(node: fx.Node, told: Mapping[fx.Node, _Bound], place: fx.Node) -> _Bound:
+    """Return the kind of a position plus or minus a number or a length."""
+    (by,) = (n for n in operands(node)[:2] if n is not place)
+    kind, subtracts = told[place], node.target is aten.sub.Tensor
+    if kind is _Bound.START and not subtracts and isinstance(by, fx.Node):
+        if _is_lengths(by, told):
+            return _Bound.END
+        divided = by.target in _QUOTIENTS and _is_lengths(operands(by)[0], told)
+        return _Bound.INSIDE if divided and isinstance(k := operands(by)[1], int) and k > 1 else _Bound.INDEX
+    if not isinstance(by, int) or by < 1:
+        return _Bound.INDEX
+    if kind is _Bound.NEXT and subtracts and by == 1:
+        return _Bound.OWNER
+    if kind in (_Bound.END, _Bound.BEFORE) and subtracts:
+        return _Bound.INSIDE if kind is _Bound.END and by == 1 else _Bound.BEFORE
+    return _Bound.AFTER if kind in (_Bound.START, _Bound.AFTER) and not subtracts else _Bound.INDEX
+
+
+def _searched(node: Any, told: Mapping[fx.Node, _Bound]) -> _Bound:
+    bounds, values = (operands(node)[i] for i in (_SEARCHES[node.target], 1 - _SEARCHES[node.target]))
+    searches = node.target is aten.searchsorted.Tensor
+    right = argument_of(node, "right") or (searches and argument_of(node, "side") == "right")
+    if not right or told.get(values) is not _Bound.COUNT:
+        return _Bound.INDEX
+    return {_Bound.END: _Bound.OWNER, _Bound.BOUNDS: _Bound.NEXT}.get(told[bounds], _Bound.INDEX)
+
+
+def _is_lengths(node: Any, told: Mapping[fx.Node, _Bound]) -> bool:
+    while node.target in SAME:
+        node = operands(node)[0]
+    if node.target is aten.diff.default:
+        return told.get(node) is _Bound.LENGTH
+    return node.target is aten.sub.Tensor and [told.get(n) for n in operands(node)] == [_Bound.END, _Bound.START]
+
+
+def _counts_up(node: fx.Node) -> bool:
+    arguments = operands(node)
+    if node.target is aten.arange.default:
+        return True
+    return arguments[0] == 0 and (node.target is aten.arange.start or list(arguments[2:]) in ([], [1]))
 
 
 def _drops_an_end(node: fx.Node) -> bool:
@@ -167,7 +239,10 @@ def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node
     if node.target in _TAKES and operands(node)[0] in rows:
         if any(n is operands(node)[0] or not _is_index(n) for n in positions):
             return _WHOLE_ROW
-        return None if _takes_by_bounds(node, rows[operands(node)[0]][0], told) else _ACROSS
+        dim = rows[operands(node)[0]][0]
+        if not _takes_by_bounds(node, dim, told):
+            return _ACROSS
+        return None if _takes_own_rows(node, dim, told) else _OTHERS
     if positions:
         return _WHOLE_ROW
     row_of = {n: Rows(dims[0], 1) for n, dims in rows.items()}
@@ -246,6 +321,24 @@ def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
     others = [n for n in node.all_input_nodes if n is not arguments[0]]
     indices = [n for n in others if _is_index(n)]
     return bool(indices) and all(n in told for n in indices)
+
+
+def _takes_own_rows(node: fx.Node, dim: int, told: Mapping[fx.Node, _Bound]) -> bool:
+    """Return whether an index by bounds pairs each token with its own sequence."""
+    first, *others = operands(node)
+    if node.target in (aten.index.Tensor, aten.index_put.default):
+        index: Any = others[0][dim] if len(others[0]) > dim else None
+    else:
+        index = next((n for n in others[-2:] if isinstance(n, fx.Node) and n in told), None)
+    if index not in told or _dtype(index) is torch.bool:
+        return True
+    if told[index] is _Bound.COUNT:
+        return str(shape(index)[0]) == str(shape(first)[dim])
+    if node.target is aten.repeat_interleave.self_Tensor:
+        return _is_lengths(index, told)
+    bounds = next((n for n, kind in told.items() if kind is _Bound.BOUNDS), None)
+    of_sequences = bounds is not None and is_one_less(shape(first)[dim], shape(bounds)[0])
+    return told[index] is _Bound.OWNER if of_sequences else told[index] in _IN_SEQUENCE
 
 
 def _is_index(node: fx.Node) -> bool:

@@ -32,6 +32,11 @@ def per_sequence(x: Tensor, b: Batch) -> Tensor:
     return sums.index_add(0, owners(b), each(x, b))
 
 
+def bounded(x: Tensor, b: Batch, owners: Tensor) -> Tensor:
+    sums = torch.zeros(b["cu_seqlens"].shape[0] - 1, device=x.device)
+    return sums.index_add(0, owners, each(x, b)).clamp(max=40.0).sum()
+
+
 def picked(x: Tensor, b: Batch) -> Tensor:
     return each(x, b)[counted(b)[0]]
 
@@ -80,8 +85,26 @@ SEPARATE |= {
         torch.maximum(b["cu_seqlens"][1:] - 2, b["cu_seqlens"][:-1]).clamp(min=0).long()
     ].sum(),
     "the token in the middle": lambda x, b: each(x, b)[b["cu_seqlens"][:-1].long() + lengths(b) // 2].sum(),
+    "owners by all bounds": lambda x, b: bounded(
+        x, b, torch.searchsorted(b["cu_seqlens"], torch.arange(x.shape[1], device=x.device), right=True) - 1
+    ),
+    "owners by bucketize": lambda x, b: bounded(
+        x, b, torch.bucketize(torch.arange(x.shape[1], device=x.device), b["cu_seqlens"][1:], right=True)
+    ),
+    "owners by lengths": lambda x, b: bounded(
+        x,
+        b,
+        torch.repeat_interleave(torch.arange(lengths(b).shape[0], device=x.device), lengths(b), output_size=x.shape[1]),
+    ),
+    "the last token by the length": lambda x, b: each(x, b)[b["cu_seqlens"][:-1] + lengths(b) - 1].sum(),
 }
 ACROSS = {
+    "owners without right": lambda x, b: bounded(
+        x, b, torch.searchsorted(b["cu_seqlens"][1:], torch.arange(x.shape[1], device=x.device))
+    ),
+    "the sequence before": lambda x, b: (each(x, b) * (per_sequence(x, b)[(owners(b) - 1).clamp(min=0)] > 100)).sum(),
+    "the last token but two": lambda x, b: each(x, b)[(b["cu_seqlens"][1:] - 3).clamp(min=0)].clamp(max=9).sum(),
+    "the fourth token": lambda x, b: each(x, b)[b["cu_seqlens"][:-1] + lengths(b).clamp(max=3)].clamp(max=9).sum(),
     "a running sum": lambda x, b: per_sequence(x, b).cumsum(0).sum(),
     "GRPO's mean in the loss": lambda x, b: (
         (per_sequence(x, b) - per_sequence(x, b).mean()).detach() * per_sequence(x, b)
@@ -136,14 +159,16 @@ ACROSS = {
 }
 
 
-@only("DPO on sums of sequences", "each sequence by a difference of narrow", "dropout of logits")
+@only(
+    "owners by all bounds", "DPO on sums of sequences", "each sequence by a difference of narrow", "dropout of logits"
+)
 @pytest.mark.parametrize("name", SEPARATE)
 def test_sums_of_separate_terms_are_captured(name: str) -> None:
     loss: Any = SEPARATE[name]
     assert capture(small(), loss=loss).layers == 1
 
 
-@only("a running sum", "ends in the row", "running sums of different terms at bounds")
+@only("owners without right", "a running sum", "ends in the row", "running sums of different terms at bounds")
 @pytest.mark.parametrize("name", ACROSS)
 def test_terms_that_meet_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=r"Own.*: (its loss is not a sum|its graph changes with)"):
