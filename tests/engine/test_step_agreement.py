@@ -25,6 +25,7 @@ from hydragraph.engine.session import RanksCompared, Session
 from hydragraph.engine.step_agreement import Promise
 from hydragraph.errors import RankFailure
 from tests.models import sequences
+from tests.own_models import small
 from tests.ready import Ready, small_llama
 from tests.thorough import thorough
 
@@ -186,6 +187,17 @@ def stops(ready: Ready, hears: bool) -> int:
 @pytest.mark.parametrize("hears", [False, True])
 def test_a_request_to_stop_is_heard_at_the_end_of_the_step_that_was_promised(hears: bool) -> None:
     assert hg.launch(stops, RANKS, small_llama(), hears, timeout=LIMIT) == [3] * RANKS
+
+
+def test_evaluations_and_scores_hear_a_request_to_stop() -> None:
+    executable = hg.compile(small(), hg.Strategy.parse("<tp1,pp1>", 1), check="off", device="cpu")
+    executable.listens = lambda: 7
+    for call in (executable.evaluate, executable.score):
+        with pytest.raises(hg.Stopped):
+            call(batch(0))
+    executable.listens = None
+    assert executable.evaluate(batch(0)).tokens
+    executable.close()
 
 
 def killed(ready: Ready) -> str:

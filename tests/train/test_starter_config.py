@@ -105,13 +105,12 @@ def test_what_cannot_be_started_from_is_told(tmp_path: Path, model: Path) -> Non
         look([tmp_path / "c.jsonl"])
 
 
-@pytest.mark.parametrize(("turns", "length"), [(1, 256), (60, 976)])
-def test_small_data_are_trained_on_in_several_steps(turns: int, length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [1, 20])
+def test_small_data_are_trained_on_in_several_steps(turns: int, tmp_path: Path) -> None:
     data = tmp_path / "chats.jsonl"
     lines = [json.dumps({"messages": TURNS * count}) for count in (*[1] * 60, turns)]
     data.write_text("\n".join(lines))
     found = replace(look([data]), model=Path("model"), positions=32768, templated=True)
     config = TrainConfig.parse(starter(found, False, "runs/first"))
-    assert config.data.max_length == config.data.tokens_per_step
-    assert config.data.max_length == pytest.approx(length, abs=length // 2 if turns > 1 else 0)
+    assert config.data.max_length == config.data.tokens_per_step == max(256, len(lines[-1]) // 2)
     assert config.schedule.warmup_of(20) == 2
