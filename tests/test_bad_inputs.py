@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 import hydragraph as hg
+from hydragraph.spec.default_cluster import default_cluster
 from tests.commands.tiny import run, write
 from tests.models import captured, llama
 
+H200 = default_cluster(1)
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
 
 
@@ -56,6 +58,53 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hg.compile(llama(layers=2), STRATEGY, torch.optim.AdamW, max_grad_norm=0),
         "max_grad_norm is 0: give a number above 0, or None for no clipping",
     ),
+    "a function without a result": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, lambda parameters: None),
+        "optimizer: the function returned None; return an optimizer",
+    ),
+    "a profile's file": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, profile="profile.json"),
+        "compile: 'profile' is 'profile.json': give Profile or Costs or Cluster or None",
+    ),
+    "lengths of one mini-batch": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, lengths=[3, 4]),
+        r"compile: 'lengths' is \[3, 4\]: give Sequence",
+    ),
+    "a policy's fields": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, policy={"gain": 0.1}),
+        "compile: 'policy' is {'gain': 0.1}: give Policy or None",
+    ),
+    "a model for a program": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, program=llama(layers=2)),
+        "compile: 'program' is Llama.*: give Program or None",
+    ),
+    "a window as text": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, window="1GB"),
+        "compile: 'window' is '1GB': give int or None",
+    ),
+    "no seconds": (
+        lambda: hg.compile(llama(layers=2), STRATEGY, progress_s=0),
+        "compile: 'progress_s' is 0: give seconds above 0",
+    ),
+    "an example as a list": (
+        lambda: hg.capture(llama(layers=2), example=[1]),
+        r"capture: 'example' is \[1\]: give Map",
+    ),
+    "one rank": (lambda: executable().weights(to=0), r"weights: 'to' is 0: give Sequence\[int\]"),
+    "a folder for pieces": (lambda: executable().keep("x"), "keep: 'pieces' is 'x': give Pieces"),
+    "no world": (lambda: executable().move(None, None, [0]), "move: 'world' is None: give World"),
+    "one count": (lambda: hg.lower(captured("llama")[0], "<tp1,pp1>", 2), "lower: 'micro_batches' is 2: give Sequence"),
+    "a cluster for costs": (lambda: hg.plan(H200, None), "plan: 'costs' is Cluster.*: give Costs"),
+    "costs of a cluster": (lambda: hg.Costs(H200, H200), "Costs: 'profile' is Cluster.*: give Profile"),
+    "a simulation of a cluster": (lambda: hg.simulate(H200, STRATEGY, None), "simulate: 'costs' is Cluster"),
+    "seconds as text": (lambda: hg.Elastic(grace_s="5"), "'grace_s' is '5': give float"),
+    "half a worker": (lambda: hg.Policy(workers=1.5), "'workers' is 1.5: give int"),
+    "an elastic launch": (lambda: hg.launch(print, 2, elastic=True), "launch: 'elastic' is True: give Elastic or None"),
+    "a promise after the end": (
+        lambda: closed().promise([[1, 2]]),
+        r"promise: .*closed; call promise before close\(\)",
+    ),
+    "news after the end": (lambda: closed().announce([[1, 2]]), "announce: .*closed"),
     "a wrong text": (lambda: hg.compile(llama(layers=2), "<tp1,pq1>"), r"(?s)<tp1,pq1>.*\^"),
     "a strategy of numbers": (lambda: hg.compile(llama(layers=2), [1, 1]), r"'strategy' is \[1, 1\]; pass a Strategy"),
     "no strategy": (lambda: hg.compile(llama(layers=2), None), "'strategy' is None; pass a Strategy"),
@@ -99,7 +148,10 @@ def test_a_call_is_answered_in_a_sentence(case: str) -> None:
 def test_what_people_pass_is_taken() -> None:
     texts = ["<tp1,pp1>", STRATEGY, "<tp1,pp1>"]
     program, model = captured("llama")
+    hg.precompile(program, "<tp1,pp1>")
+    hg.lower(program, "<tp1,pp1>", [1])
     found = hg.compile(model, texts, program=program)
+    found.check("<tp1,pp1>", 1)
     assert found.strategies == (STRATEGY,)
     tensors = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     wanted = found.evaluate(tensors).loss

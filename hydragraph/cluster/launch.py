@@ -42,6 +42,7 @@ from hydragraph.cluster.supervision.coordinator import Nodes
 from hydragraph.cluster.supervision.node_agent import Deputy
 from hydragraph.cluster.supervision.supervisor import run_members
 from hydragraph.cluster.unreachable import TOLD_S, first_host, no_store
+from hydragraph.spec.argument_types import check_types
 from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
@@ -262,6 +263,7 @@ def launch(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(f"launch: a rank imported this script, which called launch again; {GUARD}")
+    check_types("launch: ", {"elastic": elastic, "nodes": nodes}, launch)
     if not callable(function):
         raise ValueError(f"launch: {function!r} is not a function: give one, as in launch(train, {ranks})")
     if not isinstance(ranks, int) or ranks < 1:

@@ -32,6 +32,7 @@ from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.cost.timeline import Curves, Timeline, run
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
+from hydragraph.spec.argument_types import typed
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
@@ -63,6 +64,7 @@ class Costs(Pricing):
         ValueError: the home or the health does not match the cluster's ranks.
     """
 
+    @typed("profile", "cluster", "health", "home")
     def __init__(
         self,
         profile: Profile,

@@ -25,7 +25,7 @@ from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.timeline import simulate as simulate_programs
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.engine.automatic_plan import Subject, plan_automatically, state_bytes_of
-from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
+from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of, strategy_for
 from hydragraph.engine.compiled_model import ExecutableOptions
 from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import begin_with_fewer, home_for, seats_of_fewer, survive
@@ -55,6 +55,7 @@ from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.home_state import check_factory
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
+from hydragraph.spec.argument_types import typed
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import AUTO, Home, home_of
@@ -96,6 +97,7 @@ class _Source:
 
 
 @own_modes("capture")
+@typed("example", "compiled")
 def capture(
     model: nn.Module,
     dtype: torch.dtype = torch.float32,
@@ -128,6 +130,7 @@ def capture(
 
 
 @own_modes("compile")
+@typed("example", "profile", "lengths", "policy", "program", "progress_s", "compiled", "window")
 def compile(
     model: nn.Module,
     strategy: Choices,
@@ -198,7 +201,7 @@ def compile(
     fewer = () if apart_now else seats_of_fewer(world)
     with world.watch.calling("compile"):
         checked = (model, optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check, home)
-        owners = _on_all(world, lambda: _checked_options(*checked))
+        owners = _on_all(world, lambda: _checked_options(*checked, progress_s))
         if compiled is not None or program is not None:
             captured = _given(source, program, compiled, world, trust, apart_now)
         else:
@@ -228,7 +231,6 @@ def _priced(
     world: World,
     optimizer: OptimizerFactory | None,
 ) -> Profile | Costs | None:
-    """Return the given costs or, for a cluster, the costs that its datasheets predict."""
     if isinstance(profile, Costs) and optimizer is not None:
         element = state_bytes_of(program, optimizer)
         return profile if element == profile.state_bytes else profile.changed(state_bytes=element)
@@ -288,12 +290,15 @@ def _checked_options(
     seed: int,
     check: str | bool,
     home: Home | str | None,
+    progress_s: float,
 ) -> Home | None:
     frontend.check_model(model, "compile")
     check_factory(optimizer)
     mode_of(check)
     if window is not None and window < 0:
         raise ValueError(f"compile: 'window' is {window}: give a number of bytes, or None for the default")
+    if not progress_s > 0:
+        raise ValueError(f"compile: 'progress_s' is {progress_s}: give seconds above 0")
     if push_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
     if deterministic and push_dtype != torch.float32:
@@ -428,13 +433,15 @@ def _check_origin(program: Program, source: _Source) -> None:
 
 
 @own_modes("precompile")
-def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
+@typed("program")
+def precompile(program: Program, strategies: Iterable[Strategy | str]) -> Variants:
     """Compile a program's templates for strategies on the eager backend. Inductor caches its code on disk instead.
 
     While this process keeps the result, executables here and in forked ranks (`launch`) reuse the graphs.
     """
     variants = Variants(program, added=True, cache=VariantCache())
-    variants.compile(strategies)
+    several = [strategies] if isinstance(strategies, Strategy | str) else strategies
+    variants.compile([strategy_for(strategy, program) for strategy in several])
     return variants
 
 
@@ -489,14 +496,20 @@ class RankPrograms(Sequence[RankProgram]):
         return simulate_programs(tuple(self.programs), costs.cluster, work)
 
 
+@typed("program", "micro_batches", "ranks")
 def lower(
-    program: Program, strategy: Strategy, micro_batches: Sequence[int], ranks: int | None = None, mode: Mode = "train"
+    program: Program,
+    strategy: Strategy | str,
+    micro_batches: Sequence[int],
+    ranks: int | None = None,
+    mode: Mode = "train",
 ) -> RankPrograms:
     """Lower a program for a strategy and a number of micro-batches per pipeline.
 
     Args:
         ranks: world size; by default, the highest device of the strategy plus 1.
     """
+    strategy = strategy_for(strategy, program)
     world = ranks if ranks is not None else max(strategy.devices) + 1
     check_strategy(program, strategy, world)
     return RankPrograms(
@@ -504,6 +517,7 @@ def lower(
     )
 
 
+@typed("costs", "strategy", "assignment")
 def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
     """Simulate one iteration of a strategy, and return every rank's instruction times and memory.
 

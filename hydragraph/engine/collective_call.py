@@ -53,9 +53,12 @@ class CollectiveCalls:
             self._innermost = before
             self._lock.release()
 
-    def _admit(self, what: str) -> None:
+    def _check_open(self, what: str) -> None:
         if self._closed:
             raise ValueError(f"{what}: this executable is closed; call {what} before close(), or compile again")
+
+    def _admit(self, what: str) -> None:
+        self._check_open(what)
         if self._promised is not None and what not in ("step", "move"):
             raise ValueError(f"{what}: the ranks agreed on the step given to `promise`; call `step` first")
         if self._restricted is not None and what not in self._restricted.calls:

@@ -22,7 +22,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.automatic_plan import Subject, measure_newcomers, plan_automatically, state_bytes_of
-from hydragraph.engine.candidate_strategies import request_of
+from hydragraph.engine.candidate_strategies import request_of, strategy_for
 from hydragraph.engine.collective_call import ENDS, Restriction, collective
 from hydragraph.engine.membership import Membership
 from hydragraph.engine.state_transfer import Restore, keep, read
@@ -35,6 +35,7 @@ from hydragraph.frontend.peft_adapters import switchable_parameters
 from hydragraph.planner.request import PlanRequest
 from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.home_state import zeroed
+from hydragraph.spec.argument_types import typed
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
@@ -91,6 +92,7 @@ class Executable(Membership):
 
     def announce(self, sequences: Batches) -> None:
         """Plan a later step's mini-batch while earlier steps run; optional, and only on rank 0."""
+        self._check_open("announce")
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
 
@@ -106,6 +108,7 @@ class Executable(Membership):
         Args:
             sequences: the object that `step` will receive; it must be iterable twice and must not change.
         """
+        self._check_open("promise")
         self._next = Promise(sequences, strategy, divide_by) if self.world.ranks > 1 else None
 
     def choose_from(
@@ -149,13 +152,13 @@ class Executable(Membership):
         """On rank 0, why the strategies last passed to `choose_from` cannot run, or ""."""
         return self._chooser.refused
 
-    def check(self, strategy: Strategy, ranks: int) -> None:
+    def check(self, strategy: Strategy | str, ranks: int) -> None:
         """Check that a strategy fits the model, the ranks and the deterministic mode.
 
         Raises:
             ValueError: the strategy does not fit; `Unsupported` if a feature is unsupported.
         """
-        self._compiled.check_strategy(strategy, ranks)
+        self._compiled.check_strategy(strategy_for(strategy, self.program), ranks)
 
     @property
     def measured(self) -> Measurements | None:
@@ -273,6 +276,7 @@ class Executable(Membership):
         self._holding.begin()
         return state_dict(self._compiled, self._session)
 
+    @typed("to")
     @collective("weights")
     def weights(self, dtype: torch.dtype = torch.float32, to: Sequence[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the weights in the form that a server such as vLLM loads, with one block in memory at a time.
@@ -385,6 +389,7 @@ class Executable(Membership):
         }
         save(Path(path), self.home, self.optimizer, entry, self.groups)
 
+    @typed("pieces")
     @collective("keep")
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
         """Store a checkpoint in pieces that `move` and `load` can restore; all ranks must call this.

@@ -40,6 +40,7 @@ from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_agreement import ProgressLog, StateProgress, meet
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
+from hydragraph.spec.argument_types import typed
 from hydragraph.spec.home import AUTO, Home, home_of
 from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.strategy import Strategy
@@ -181,6 +182,7 @@ class Membership(IterationRunner):
         if self._holding.held is not None:
             self._holding.held.executor.drop_buffers()
 
+    @typed("world", "before")
     def move(
         self,
         world: World,

@@ -43,6 +43,7 @@ from hydragraph.planner.state_shares import home_by_block, home_nodes
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.planner.uncollected import uncollected
+from hydragraph.spec.argument_types import typed
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
@@ -156,6 +157,7 @@ class Plan:
         return self.explain()
 
 
+@typed("costs", "workload")
 def plan(
     costs: Costs,
     workload: Workload,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.spec.argument_types import check_types
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Policy:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types("", vars(self), Policy)
         for name, least in (("gain", 0), ("sample", 1), ("workers", 0), ("ahead", 1), ("patience_s", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name!r} is {getattr(self, name)!r}: give at least {least}")

@@ -196,7 +196,6 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
 
 
 def check_factory(given: OptimizerFactory | None) -> None:
-    """Raise `Unsupported` unless a user's optimizer argument is a function."""
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
         raise Unsupported(

@@ -41,12 +41,19 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
         Unsupported: an optimizer that is not elementwise rejects flat tensors (Muon, LBFGS).
     """
     try:
-        return factory(named)
+        made = factory(named)
     except Exception as error:
         kind = _constructed(error)
         if kind is None or issubclass(kind, ELEMENTWISE):
             raise
         raise _not_elementwise(kind) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise Unsupported(
+            f"the function returned {made!r:.80}",
+            where="optimizer",
+            remedy="return an optimizer, such as torch.optim.AdamW(parameters)",
+        )
+    return made
 
 
 def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dtype) -> int:

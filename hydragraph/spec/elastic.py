@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hydragraph.spec.argument_types import check_types
+
 
 @dataclass(frozen=True)
 class Elastic:
@@ -25,9 +27,10 @@ class Elastic:
     progress_s: float = 600.0  # longer than any instruction takes
 
     def __post_init__(self) -> None:
+        check_types("", vars(self), Elastic)
         for name, least in (("min_ranks", 1), ("spares", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if value < least:
                 raise ValueError(f"{name!r} is {value!r}: give a whole number of at least {least}")
         for name in ("grace_s", "progress_s"):
             if not getattr(self, name) > 0:
