@@ -198,6 +198,7 @@ ODD: dict[str, str | bytes] = {
     "zork.yaml": CLUSTER.replace("type: h200", "type: zork"),
     "nocount.yaml": CLUSTER.replace("devices: 2", "devices: 0"),
     "gigabytes.yaml": CLUSTER.replace("141e9", "141"),
+    "text_bytes.yaml": CLUSTER.replace("141e9", "141GB"),
     "many.yaml": CLUSTER.replace("devices: 2", "devices: 100000000"),
     "zeros.txt": "0\n0\n",
     "health.yaml": "0: 0.5\n",

@@ -159,6 +159,8 @@ def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, 
 
 
 def _found_otherwise(path: str) -> str:
+    if set(path) & set("*?"):
+        return "name a folder, and select its files with data.suffixes"
     if re.match(r"\w+:/", path):
         return "download it, and name the file"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:

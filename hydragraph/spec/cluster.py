@@ -444,7 +444,6 @@ class _Nodes:
 
 
 def _check_units(where: str, data: object) -> None:
-    """Refuse numbers in another unit, such as gigabytes."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for name, value in items:
         if name in _UNITS and isinstance(value, int | float):
@@ -493,7 +492,8 @@ def _positive(name: str, value: object) -> float:
     with suppress(ValueError):
         if number := _number(name, value):
             return number
-    raise ValueError(f"{name!r} is {value!r}: give a finite number above 0")
+    wanted = _UNITS[name][-1] if isinstance(value, str) and name in _UNITS else "a finite number above 0"
+    raise ValueError(f"{name!r} is {value!r}: give {wanted}")
 
 
 def _whole(name: str, value: float) -> int:

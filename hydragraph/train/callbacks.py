@@ -89,8 +89,12 @@ def load_callback(name: str) -> object:
             callback = getattr(callback, part)
         callback = callback() if isinstance(callback, type) else callback
     except Exception as error:
+        if name in _BUILT_IN:
+            raise
+        called = isinstance(error, TypeError)
+        remedy = "give arguments of __init__ defaults" if called else "correct the name or the module"
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"callbacks: {name!r} cannot be loaded ({why}): correct the name or the module") from error
+        raise ValueError(f"callbacks: {name!r} cannot be loaded ({why}): {remedy}") from error
     finally:
         sys.path[:] = path
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):

@@ -110,7 +110,7 @@ def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str)
         (
             "memory_bytes: 9e9",
             "memory_bytes: 80 GB",
-            "devices[1]: 'memory_bytes' is '80 GB': give a finite number above 0",
+            "devices[1]: 'memory_bytes' is '80 GB': give bytes, such as 80e9",
         ),
         ("memory_bytes: 9e9", "memory_bytes: 80", "devices[1]: 'memory_bytes' is 80: give bytes, such as 80e9"),
         ("flops_per_s: 2e14", "flops_per_s: 312", "devices[1]: 'flops_per_s' is 312: give FLOP/s, such as 989e12"),

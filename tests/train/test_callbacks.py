@@ -66,6 +66,11 @@ class Broken:
         raise KeyError("home")
 
 
+class Needy:
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+
 class Nothing:
     pass
 
@@ -124,13 +129,16 @@ def test_the_command_line_shows_the_traceback_of_one_that_raises(tmp_path: Path)
         (":x", "write module:name"),
         ("no_such_module:x", r"'no_such_module:x' cannot be loaded \(ModuleNotFoundError: No module named"),
         (f"{__name__}:Missing", "cannot be loaded .*has no attribute 'Missing'"),
+        (f"{__name__}:Needy", r"cannot be loaded \(TypeError: .*\): give arguments of __init__ defaults"),
+        ("wandb", "^wandb is not installed: pip install wandb$"),
         (f"{__name__}:Broken", r"cannot be loaded \(KeyError: 'home'\)"),
         (f"{__name__}:Nothing", "has none of the methods on_start, on_step, .*: define one of them"),
         (f"{__name__}:Misspelt", "has on_evaluation, which is never called: did you mean on_evaluate?"),
     ],
 )
-def test_what_cannot_be_loaded_is_told(name: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_what_cannot_be_loaded_is_told(name: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises((ValueError, ImportError), match=sentence):
         load_callback(name)
 
 
