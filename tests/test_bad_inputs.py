@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         "max_grad_norm is 0: give a number above 0, or None for no clipping",
     ),
     "a function without a result": (
-        lambda: hg.compile(llama(layers=2), STRATEGY, lambda parameters: None),
+        lambda: hg.compile(llama(layers=2), STRATEGY, lambda parameters: None),  # type: ignore[return-value]
         "optimizer: the function returned None; return an optimizer",
     ),
     "a profile's file": (

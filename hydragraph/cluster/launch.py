@@ -203,7 +203,7 @@ def _wait_for_ranks(store: Store, ranks: int, where: str) -> None:
     missing = list(range(1, ranks))
     while missing := [rank for rank in missing if not store.check([f"{_HERE}/{rank}"])]:
         if time.monotonic() - began > _REACHED_S:
-            return  # `meet` ends with an error
+            return
         if not told and time.monotonic() - began > TOLD_S:
             told = True
             _LOG.warning("rank 0 waits at %s for %d of %d ranks, first rank %d", where, len(missing), ranks, missing[0])

@@ -266,7 +266,6 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
 
 
 def _is_output(names: set[str]) -> bool:
-    """Return whether files with these names belong to a run folder or to cached data."""
     run = "config.yaml" in names and not names.isdisjoint({"metrics.jsonl", "owner.json"})
     return run or ("tokenizer.json" in names and any(re.fullmatch(r"tokens(-\d+)?\.bin", name) for name in names))
 

@@ -433,7 +433,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         raise ValueError(f"{where}: a message of {role} has neither content nor tool_calls: add content")
     converted.setdefault("content", "")  # templates require a string
     if role == ASSISTANT and not (calls or converted["content"].strip() or converted.keys() - OF_MESSAGES):
-        converted["weight"] = 0  # otherwise, the model would learn to answer nothing
+        converted["weight"] = 0
     return converted
 
 

@@ -299,7 +299,8 @@ def strategies_for(
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
     """Return the given strategies that fit or, if none fits, planned ones or one that resembles the first."""
-    choices, lengths = exe.given, exe.planning.lengths
+    choices = exe.given
+    lengths = exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:
         if past is not None and isinstance(profile, Costs) and lengths:

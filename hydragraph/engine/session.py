@@ -83,7 +83,8 @@ class Session:
         world.watch.rest("")
         groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
         log = log or ProgressLog()
-        program, device = model.program, world.device
+        program = model.program
+        device = world.device
         for what, text in {**alike, "home": str(home)}.items():
             groups.same_everywhere(what, text)
         home.check(world.ranks, [bucket.name for bucket in program.buckets])

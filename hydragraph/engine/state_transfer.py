@@ -71,7 +71,8 @@ class Brought:
 
 def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
     groups = session.groups
-    step, buckets = session.log.progress.updates, session.program.buckets
+    step = session.log.progress.updates
+    buckets = session.program.buckets
     own = OwnedState.of(session.home, session.optimizer)
     errors = [f"rank {session.world.rank}: {error}" for error in pieces.errors()]
 

@@ -415,7 +415,8 @@ def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until:
 
 
 def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
-    strategy, assignment = proposal.strategy, proposal.assignment
+    strategy = proposal.strategy
+    assignment = proposal.assignment
     nodes = [{costs.cluster.node_of(rank) for rank in pipeline.devices} for pipeline in strategy.pipelines]
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
     kinds = [(form, frozenset(on)) for form, on in zip(forms, nodes, strict=True)]

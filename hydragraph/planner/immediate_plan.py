@@ -121,7 +121,8 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
 
 def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
     typical = workload.typical
-    count, length = typical.sequences, typical.length
+    count = typical.sequences
+    length = typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER
     candidates = unlike(search(costs, count, length, way, reach=workload.longest, until=until))
     sizes, _ = sizes_of(costs, count, length)

@@ -27,7 +27,7 @@ def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:
-                return function(*args, **kwargs)  # raises the usual error
+                return function(*args, **kwargs)
             check_types(f"{where}: ", {name: given[name] for name in names if name in given}, function)
             return function(*args, **kwargs)
 

@@ -209,7 +209,8 @@ def _numbers(text: str, part: str) -> tuple[float, ...]:
     for run in part.split(","):
         count, times, number = run.rpartition("*")
         try:
-            share, repeated = float(number), int(count) if times else 1
+            share = float(number)
+            repeated = int(count) if times else 1
         except ValueError:
             raise ValueError(
                 f"home {text!r}: {run!r} is not a share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"

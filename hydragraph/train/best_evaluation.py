@@ -26,6 +26,5 @@ def without_improvement(history: Iterable[Metrics], least: float) -> int:
 
 
 def _comparable(history: Iterable[Metrics]) -> list[tuple[int, float]]:
-    """Return steps and losses of evaluations on the data of the last one."""
     evaluated = [(m.eval_data, m.step, m.eval_loss) for m in history if m.eval_loss is not None]
     return [(step, loss) for data, step, loss in evaluated if data == evaluated[-1][0]]

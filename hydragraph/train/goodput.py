@@ -127,7 +127,7 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
             slow.clear()  # ranks are renumbered and measured again
-            missing = missing if event.seconds else 0  # a new session has all its ranks
+            missing = missing if event.seconds else 0
     return not missing and not slow
 
 

@@ -35,7 +35,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
     config = run.config
     try:
         losses, eval_pairs = _evaluate(run, step) if run.evaluates(step) else ({}, {})
-    except Stopped:  # the next step raises it again
+    except Stopped:
         losses, eval_pairs = {}, {}
     if run.log is None or run.watcher is None:
         return

@@ -93,7 +93,6 @@ def seconds_of(time: str) -> float:
 
 
 def append_event(path: Path, event: RunEvent) -> None:
-    """Append an event's line; a truncated last line is deleted."""
     if path.is_file():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     with path.open("a", encoding="utf-8") as file:
