@@ -114,7 +114,7 @@ class Loss:
     steps: tuple[str, ...]
     end: str
     number: float
-    counter: Any = field(default_factory=itertools.count)
+    counter: Any
     calls: list[int] = field(default_factory=list)
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -149,7 +149,9 @@ class LossCase:
 
     def build(self) -> Loss:
         """Build it, with fresh state."""
-        return Loss(self.start, self.steps, self.end, self.number)
+        return Loss(
+            self.start, self.steps, self.end, self.number, itertools.count() if "counter" in self.steps else None
+        )
 
 
 def draw(seed: int) -> LossCase:

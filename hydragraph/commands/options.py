@@ -197,7 +197,7 @@ def check_read(given: Mapping[str, Any]) -> None:
             continue
         for name, value in given.items():
             for other in value if isinstance(value, list | tuple) else (value,):
-                if name != output and isinstance(other, str | Path) and _same(path, other):
+                if name not in (output, "running") and isinstance(other, str | Path) and _same(path, other):
                     option = "output" if output == "out" else output
                     raise ValueError(f"--{option} {path} would replace a file that the command reads: name another")
 

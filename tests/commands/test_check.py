@@ -45,7 +45,7 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
         "strategies"
     ]
     assert 0.01 < record["mfu"] < 0.25  # attention and products take their operations at a quarter of the peak
-    little = run("check", config, "--memory", "1000")
+    little = run("check", config, "--memory", "2e5")
     assert little.exit_code == 1, little.output
     assert "DOES NOT FIT" in little.stdout
     assert "more ranks" in " ".join(little.stdout.split()) or "more" in little.stdout
@@ -112,7 +112,7 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--cluster", "c.yaml", "--memory", "5"), "give one of them"),
+        (("--cluster", "c.yaml", "--memory", "5e9"), "give one of them"),
         (("--strategy", "<tp1"), "strategies[0]: strategy text"),
         (("--lengths", "nowhere.txt"), "nowhere.txt"),
     ],

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,9 @@ def stop() -> None:
     raise StruckError
 
 
-def update_and_break(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+def update_and_break(optimizer: torch.optim.Optimizer, update: Callable[..., object], *args: Any, **more: Any) -> None:
     """Update; the third update breaks."""
-    update()
+    update(*args, **more)
     if optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 3:
         with torch.no_grad():
             for group in optimizer.param_groups:
@@ -223,7 +224,8 @@ def at_the_commit(prepared: Ready) -> tuple[list[float], bool, bool]:
         strike(exe, Op.UPDATE, cut_off)
     if own == 2:
         assert exe.optimizer is not None
-        exe.optimizer.step = partial(update_and_break, exe.optimizer, exe.optimizer.step)  # type: ignore[method-assign, assignment]
+        functions: Any = import_module("torch.optim.adam")
+        functions.adam = partial(update_and_break, exe.optimizer, functions.adam)
     try:
         exe.step(batch(2))
         exe.step(batch(3))

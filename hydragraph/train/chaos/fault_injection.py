@@ -154,10 +154,12 @@ Action = Callable[[Victim, int, random.Random], None]
 
 
 def _kill(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank."""
     _end(target)
 
 
 def _slow(run: Victim, target: int, chance: random.Random) -> None:
+    """Slow a rank for a second."""
     slow_down(target, _SLOW_S)
 
 
@@ -184,6 +186,7 @@ def _stop(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _first(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill rank 0."""
     for pid in run.ranks()[:1]:
         _end(pid)
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.micro_batches import EQ1, form_in_order, largest_at_least, price
-from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
 WORK = np.array([5.0, 4.0, 3.0, 3.0, 3.0])
 
@@ -26,10 +24,9 @@ def terms(max_len: float, stages: int, util_len: float) -> np.ndarray:
     return row
 
 
-def formed(work: np.ndarray, kind: np.ndarray, stages: int) -> tuple[float, float, int, list[int]]:
+def formed(work: np.ndarray, kind: np.ndarray) -> tuple[float, float, int, list[int]]:
     """Return what `form` does, numbered as they are met, by the function that is compiled for Python's callers."""
-    table = table_of(DEFAULT_SCHEDULE, stages, len(work))
-    seconds, bound, count, placed, _ = form_in_order(work, work, kind, EQ1, 10, stages, table, 0)
+    seconds, bound, count, placed = form_in_order(work, work, kind, EQ1, 10)
     met = list(dict.fromkeys(placed.tolist()))
     return seconds, bound, count, [met.index(batch) for batch in placed]
 
@@ -37,12 +34,12 @@ def formed(work: np.ndarray, kind: np.ndarray, stages: int) -> tuple[float, floa
 def test_the_example_of_the_module() -> None:
     bounds = [price(EQ1, largest_at_least(WORK, v), WORK.sum(), v, terms(18.0, 4, 3)) for v in range(1, 6)]
     assert bounds == [76.0, 50.0, 42.0, 49.0, 48.0]
-    assert formed(WORK, terms(18.0, 4, 3), 4) == (48.0, 42.0, 3, [0, 1, 2, 2, 1])
+    assert formed(WORK, terms(18.0, 4, 3)) == (48.0, 42.0, 3, [0, 1, 2, 2, 1])
 
 
 def test_capacity_asks_for_more_micro_batches_than_tokens_do() -> None:
     lengths = np.array([3.0, 3.0, 3.0])
-    assert formed(lengths, terms(5.0, 1, 5), 1)[2] == 3
+    assert formed(lengths, terms(5.0, 1, 5))[2] == 3
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6), st.integers(1, 6))
