@@ -12,11 +12,11 @@ from hydragraph.commands.train import train_rank
 from hydragraph.engine.executable import Executable
 from hydragraph.train.config import TrainConfig
 
-MARK = "killed"  # a file beside the run's folder: which processes there were
+MARK = "killed"  # a file beside the run's folder that lists its processes
 
 
 def killed_once(rank: int, steps: int, config: TrainConfig, *arguments: Any) -> Any:
-    """Train as `train_rank` does; after so many steps this rank kills itself, once in all."""
+    """Train as `train_rank` does, but kill this rank the first time that it has taken `steps` steps."""
     step, run = Executable.step, Path(config.output)
     mark = run.with_name(MARK)
 

@@ -24,7 +24,7 @@ from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 40, 300
-KILLED_AT = 4  # of 6 steps, the second of which is saved
+KILLED_AT = 4  # the run has 6 steps and saves a checkpoint after the second
 LOCAL = [sys.executable, "-m", "hydragraph.cli"]
 TORCHRUN = [
     sys.executable,
@@ -88,7 +88,7 @@ def ranks(pid: int, torchrun: bool) -> list[int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The curve of an undisturbed run of so many steps that others can be struck from outside."""
+    """Return the losses of an undisturbed run that takes as many steps as the runs that tests interrupt."""
     folder = tmp_path_factory.mktemp("undisturbed") / "whole"
     result = run("train", configured(folder, False))
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Functions that numba compiles, run by Python: to compile one that only a test calls takes seconds."""
+"""Python versions of compiled functions, because compiling a function that only a test calls takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 
 @contextmanager
 def uncompiled(*modules: ModuleType) -> Iterator[None]:
-    """Have Python run all compiled functions of modules, also where they call each other."""
+    """Replace all compiled functions of these modules by their Python versions, including in calls among them."""
     with ExitStack() as patches:
         for module in modules:
             functions = {name: value.py_func for name, value in vars(module).items() if hasattr(value, "py_func")}

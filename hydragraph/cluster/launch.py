@@ -33,7 +33,7 @@ from hydragraph.cluster.processes.launcher_fork import ensure_forked
 from hydragraph.cluster.processes.pickling import nothing_else_imported, sent
 from hydragraph.cluster.processes.preloaded_imports import classes_named_in
 from hydragraph.cluster.processes.rank_process import HOST
-from hydragraph.cluster.processes.rendezvous_stores import client, hosted
+from hydragraph.cluster.processes.rendezvous_stores import client, hosted, resolved
 from hydragraph.cluster.processes.shared_preparation import SharedFile, left_of, prepare_for_ranks
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.processes.torchrun_round import generation
@@ -179,6 +179,8 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     port = int(os.environ["MASTER_PORT"])
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not shared:
+        if not resolved(address):
+            raise ValueError(f"MASTER_ADDR is {address!r}, which has no address here: set it to one of this machine's")
         try:
             store = hosted(address, port)
         except OSError as error:

@@ -156,8 +156,9 @@ class _Elsewhere(fx.Interpreter):
                 self._compare(n, one, other)
 
     def _refusal(self, n: fx.Node, what: str) -> Unsupported:
+        remedy = "pass output_size=, such as the number of tokens" if "without output_size" in what else _REMEDY
         return Unsupported(
-            f"its graph is valid only for the example: {n.target} {what}", where=self._where, remedy=_REMEDY
+            f"its graph is valid only for the example: {n.target} {what}", where=self._where, remedy=remedy
         )
 
     def _sizes_text(self) -> str:

@@ -90,7 +90,7 @@ def _size(config: object, name: str) -> int | None:
 
 def _check_optimizer(config: TrainConfig) -> None:
     if not config.optimizer.lr:
-        raise ValueError("optimizer.lr is 0, which trains nothing: give a learning rate above 0")
+        raise ValueError("optimizer.lr is 0, so weights would not change: give a learning rate above 0")
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)

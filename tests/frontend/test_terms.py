@@ -173,3 +173,11 @@ def test_sums_of_separate_terms_are_captured(name: str) -> None:
 def test_terms_that_meet_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=r"Own.*: (its loss is not a sum|its graph changes with)"):
         capture(small(), loss=ACROSS[name])
+
+
+def test_repetitions_of_unknown_length_are_refused_with_a_remedy() -> None:
+    def loss(x: Tensor, b: Batch) -> Tensor:
+        return (each(x, b) / torch.repeat_interleave(lengths(b), lengths(b))).sum()
+
+    with pytest.raises(Unsupported, match=r"without output_size\); pass output_size=, such as the number of tokens"):
+        capture(small(), loss=loss)

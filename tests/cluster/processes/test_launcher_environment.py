@@ -14,6 +14,7 @@ from tests.commands.tiny import run
     ("variables", "sentence"),
     [
         ({"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc': set it to a whole number of at least 0, or unset it"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is '': set it"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999: set it to a port below 65536"),
         ({"RANK": "x"}, "RANK is 'x': set it"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1': set it"),
@@ -49,3 +50,11 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             ValueError, match=f"port {port} is in use on this machine.*: set MASTER_PORT to a free port"
         ):
             join("cpu")
+
+
+def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29700"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'nowhere.invalid', which has no address here: set it to one"):
+        join("cpu")

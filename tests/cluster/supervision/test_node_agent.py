@@ -57,7 +57,7 @@ def work(kill: bool) -> Seen:
 
 
 def elected(number: int, port: int, victim: int, result: Path) -> None:
-    """Run one of three machines, of which the victim is killed while its rank and the others work."""
+    """Run one of three machines; `victim` is killed while its rank and the other machines work."""
     os.environ |= {"SUPERVISOR": str(os.getpid()), "VICTIM": str(victim)}
     leadership.TTL_S = 2.5
     starting()  # before there are threads

@@ -84,7 +84,7 @@ def test_a_step_is_the_best_of_all_though_of_equal_sequences_one_is_looked_at(
     state = local_search.no_state(count)
     local_search.recount(placed, problem.instance, nothing, np.ones(count, np.bool_), state)
     last = int(np.argmax(state.ends))
-    with uncompiled(local_search):  # nothing but `descend`, which is compiled, calls it
+    with uncompiled(local_search):  # its only caller, `descend`, is compiled
         later, i, _, _ = local_search.best_step(last, np.inf, placed, problem.instance, nothing, state)
     least = min(after_any_step(problem, placed, last), default=np.inf)
     assert later == pytest.approx(min(least, state.ends[last]))
