@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -308,7 +309,7 @@ def _checked_options(
         )
     if type(seed) is not int:
         raise ValueError(f"compile: 'seed' is {seed!r}: give an integer")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
         raise ValueError(f"compile: max_grad_norm is {max_grad_norm!r}: give a number above 0, or None for no clipping")
     return home_of(home)
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,7 +167,7 @@ def test_a_strategy_for_more_ranks_than_there_are_is_refused() -> None:
 
 
 def clipped(ready: Ready) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    exe = compiled(ready, max_grad_norm=0.5)
+    exe = compiled(ready, max_grad_norm=np.float32(0.5))  # type: ignore[arg-type]
     reports = [exe.step(batch(i)) for i in range(3)]
     weights = exe.full_state_dict()
     exe.close()
