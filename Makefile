@@ -7,11 +7,12 @@ STAMP := .venv/.complete
 # Tests start many processes: as many run at once as there are cores, up to 4 (one more took longer), and bytecode is kept,
 # whatever the environment says.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, max(2, os.cpu_count() or 2)))')
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+COMPILED := PYTHONDONTWRITEBYTECODE= NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/compiled
+PYTEST := $(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint plans plans-of-devices plans-of-metis tests thorough docs newcomer matrix slowest clean
+.PHONY: help setup demo test lint plans tests thorough docs newcomer matrix slowest clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -36,14 +37,9 @@ lint: $(STAMP)  ## ruff and the strict type check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Before tests begin, as their workers would else all compile the same. The two compile nothing in common.
-plans: plans-of-devices plans-of-metis
-
-plans-of-devices: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled devices
-
-plans-of-metis: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.planner.precompiled metis
+# Installation compiles the planner's search. After an edit of it, workers would all compile the same functions.
+plans: $(STAMP)
+	$(COMPILED) $(BIN)/python -m hydragraph.planner.first_compilation stages devices lengths
 
 tests: plans
 	$(PYTEST)

@@ -92,7 +92,9 @@ def compile_stages() -> None:
     }
     profile = metis.Profile(measured, (4e6, 2e6, 4e6), 3.0, 0.1, hidden=512, sequence=128, vocabulary=1000)
     types = {name: metis.DeviceType(50, 40) for name in _FACTORS}
-    metis.search(profile, metis.Cluster(types, tuple((name, 2) for name in types)), 4, 4, "exact")
+    cluster = metis.Cluster(types, tuple((name, 2) for name in types))
+    for order in ("memory", "exact"):
+        metis.search(profile, cluster, 4, 4, order)
 
 
 def compile_devices() -> None:

@@ -21,7 +21,7 @@ from tests.thorough import thorough
 
 def test_what_is_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for compile_part in (compile_stages, compile_devices, compile_lengths):
-        compile_part()  # what neither installation nor `make plans` has compiled
+        compile_part()  # what neither the installation nor `make plans` compiled
     monkeypatch.setattr(subprocess, "Popen", None)
     with first_compilation.first_compilation(varying=True) as compiling:
         assert not compiling
