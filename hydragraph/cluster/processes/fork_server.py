@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import multiprocessing
 import os
 import shutil
 import signal
@@ -27,9 +28,15 @@ _OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 def ensure_running() -> None:
     """Start the server unless it is running; its import path excludes the current directory."""
-    ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir(), **spinning(os.environ)}  # type: ignore[attr-defined]
+    ours = {"PYTHONSAFEPATH": "1", _VARIABLE: own_folder(), **spinning(os.environ)}
     with environment(ours):
         forkserver.ensure_running()
+
+
+def own_folder() -> str:
+    """Return multiprocessing's temporary folder, or "" if a parent process owns it."""
+    folder: str = util.get_temp_dir()  # type: ignore[attr-defined]
+    return folder if multiprocessing.parent_process() is None else ""
 
 
 @contextmanager
@@ -85,7 +92,8 @@ def outlive_failed_forks() -> None:
 def _serve(directory: str) -> None:
     outlive_signals()
     outlive_failed_forks()
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks call os._exit instead
+    if directory:
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks call os._exit instead
 
 
 def _as_usual() -> None:

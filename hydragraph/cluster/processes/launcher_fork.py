@@ -24,14 +24,14 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO, TextIOWrapper
-from multiprocessing import connection, forkserver, resource_tracker, spawn, util
+from multiprocessing import connection, forkserver, resource_tracker, spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 
-from hydragraph.cluster.processes.fork_server import outlive_failed_forks, outlive_signals
+from hydragraph.cluster.processes.fork_server import outlive_failed_forks, outlive_signals, own_folder
 from hydragraph.cluster.processes.preloaded_imports import import_named
 from hydragraph.private.torch_modes import untouched
 
@@ -126,7 +126,7 @@ def _end_fork(server: Any) -> None:
 def _be_server(
     listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any], classes: Collection[str]
 ) -> NoReturn:
-    directory = util.get_temp_dir()  # type: ignore[attr-defined]
+    directory = own_folder()
     code = 1
     try:
         for number in closed:
@@ -146,7 +146,8 @@ def _be_server(
     except BaseException:
         sys.__excepthook__(*sys.exc_info())
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
         os._exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.cluster.processes.fork_server import own_folder
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems start ranks without a fork server")
@@ -141,3 +143,9 @@ def test_a_fork_that_fails_costs_one_process(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "script.py")]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert out.stdout.split("\n")[:2] == ["not started", "0 0"], out.stderr
+
+
+def test_a_launcher_in_a_child_process_leaves_its_parents_folder_alone() -> None:
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert pool.apply(own_folder) == ""
+    assert os.path.isdir(own_folder())
