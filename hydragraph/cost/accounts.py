@@ -175,7 +175,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # seconds when the data is ready on all ranks
+Issues = Mapping[tuple[Op, str], float]  # seconds until all ranks have the data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

@@ -63,7 +63,7 @@ class ActorProgram:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
-        """Sort instructions into queues; an instruction with an input never written waits forever."""
+        """Sort instructions into queues; an instruction whose input is never written waits forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", *dict.fromkeys(_QUEUES.values()))}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}

@@ -6,7 +6,7 @@
                     EARLY      work before a forward, which can begin before the forward's message arrives
                     FORWARD, BACKWARD
                     AHEAD      sending the hidden state from stage s to s + 1
-                    BACK       sending its gradient from stage s + 1 to s
+                    BACK       sending the gradient back from stage s + 1 to s
     F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
     B(s, x)         end of its backward
     P               end of the previous action in the row

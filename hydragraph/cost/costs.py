@@ -42,7 +42,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.strategy import Strategy
 
 FILLED = 2
-SHORTEST = 256  # tokens of a useful micro-batch
+SHORTEST = 256  # minimum tokens of a useful micro-batch
 IN_FLIGHT = 2  # assumed number of buckets in flight, each of the largest size
 
 
@@ -209,7 +209,7 @@ class Costs(Pricing):
             raise Unsupported(
                 f"the fit of a stage's time failed (a = {slowest.a:g}, b = {slowest.b:g}, c = {slowest.c:g})",
                 where=f"profile {self.profile.name}",
-                remedy="measure it again, on a quieter machine or with longer sequences: hydragraph profile --longest",
+                remedy="measure again, on a quieter machine or with longer sequences: hydragraph profile --longest",
             )
         return PipelineCost(
             slowest.a,

@@ -90,6 +90,6 @@ def curve_record(curve: Constants) -> dict[str, Any]:
 
 def read_constants(data: Mapping[str, Any]) -> Constants:
     if not isinstance(data, Mapping):
-        raise ValueError("it contains tables of measured seconds, which are not supported")
+        raise ValueError("tables of measured seconds are not supported")
     near = tuple((Reach(term["window"], term["chunk"]), term["seconds"]) for term in data.get("near", ()))
     return Constants(**{**data, "near": near})

@@ -8,7 +8,7 @@ of its inputs are known, even if they are later than the clock. No event begins 
     queue   pulls, pushes, sends, copies (to or from the host) or computations: one at a time, in the program's order
     hand    queue for the second half of a push, from first to second owners; the next push does not wait for it
     ready   when an instruction can begin
-    cause   the instruction that it waited for last
+    cause   the instruction that another instruction waited for last
 
 Example: two stages of one rank each, and one micro-batch. A forward takes 1 s, a backward 2 s, and a message 0.5 s.
 

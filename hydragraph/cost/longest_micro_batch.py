@@ -132,7 +132,7 @@ class LongestMicroBatch:
         stage = pipeline.stages[at]
         together: tuple[Pipeline, ...] = (pipeline,)
         if any(shares := self._own_shares(stage, self._costs.spans(pipeline)[at])):
-            # Weights and gradients need no memory of their own at home, unless other stages also push gradients there.
+            # On their owners, weights and gradients need no more memory, unless other stages also push gradients there.
             if strategy is not None:
                 together += tuple(p for p in strategy.pipelines if stage not in p.stages)
             form = (*form, shares, stage.devices.index(rank), tuple(p.shape for p in together[1:]))

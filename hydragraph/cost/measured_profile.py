@@ -195,7 +195,7 @@ class Profile:
         """
         if self.device is None:
             raise self._unsupported(
-                "its device's memory is not known",
+                "the device's memory is not known",
                 remedy="measure the model with hydragraph profile, or give a cluster",
             )
         device = SpecDevice(1.0, max(1, int(self.device.memory)), 1.0, type=self.type)
@@ -324,7 +324,7 @@ class Profile:
         scheme = _scheme_of(pipeline)
         if scheme is None:
             raise self._unsupported(
-                "it has constants of whole schemes only, not of blocks",
+                "there are constants of whole schemes only, not of blocks",
                 remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
             )
         return self.pipeline(scheme, devices)

@@ -1,4 +1,4 @@
-"""Cost of a block that recomputes within a memory budget, from those without and with full recomputation.
+"""Cost of a block that recomputes within a memory budget, from its costs without and with full recomputation.
 
     b    the memory budget
     s    fraction of full recomputation's operations that the block repeats; without graphs, 1 - b

@@ -34,7 +34,7 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import PIECES, StageKind
 from hydragraph.spec.strategy import Strategy
 
-# For comparing links.
+# Message size to compare links.
 MESSAGE_BYTES = 1 << 20
 RING_TOKENS = 2048
 
@@ -64,7 +64,7 @@ class Pricing:
                 raise ValueError(f"'health' names rank {rank}, but the cluster has ranks 0 to {self.ranks - 1}")
         if not profile.blocks or profile.model_sizes is None:
             raise Unsupported(
-                "it has constants of whole schemes only, not of blocks",
+                "there are constants of whole schemes only, not of blocks",
                 where=f"profile {profile.name}",
                 remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
             )

@@ -388,7 +388,7 @@ class Walk:
         part = self._hidden_bytes(m) // self._part.tp if leaves else 0
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
-        if self._model.adds(instruction.target, self._part):  # sums exist during the computation
+        if self._model.adds(instruction.target, self._part):  # gradient sums exist during the computation
             self._begin_sums(sums)
         work = instruction.work
         if work is Work.BACKWARD:

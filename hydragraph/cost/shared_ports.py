@@ -39,7 +39,7 @@ class Flows:
         self._users: dict[int, set[Flow]] = {}
 
     def begin(self, at: float, flow: Flow) -> None:
-        """Start a flow at a time that has not passed."""
+        """Start a flow at a present or future time."""
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:

@@ -33,7 +33,7 @@ Bools = NDArray[np.bool_]
 
 
 class StageTerms(NamedTuple):
-    """Kinds of pipelines; see the module docstring.
+    """Kinds of pipelines.
 
     Attributes:
         reaches: window and chunk [W, 2]; infinite: none.

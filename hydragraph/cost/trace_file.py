@@ -1,4 +1,4 @@
-"""Traces of real and simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
+"""Traces of real and simulated iterations, in the Trace Event Format.
 
 A slice has a short name, such as "send h2.0 to rank 3". Its category is the operation, and its arguments include the
 instruction. Free instructions have no slice.

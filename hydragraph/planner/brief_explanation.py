@@ -47,7 +47,7 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
 
 
 def _shares(costs: Costs, plan: Plan) -> list[str]:
-    """Return each pipeline's shares that differ, in words."""
+    """Describe each pipeline's share of tokens and of state, if uneven."""
     pipelines = plan.strategy.pipelines
     tokens = [sum(map(sum, batches)) for batches in plan.assignment.tokens]
     owned = fractions(costs, plan.home)
@@ -106,7 +106,7 @@ def _why_no_tensor_parallelism(costs: Costs) -> str:
         return "no node has two equal devices"
     if math.gcd(*counts) == 1:
         return f"no degree divides the nodes' {' and '.join(map(str, sorted({*counts})))} equal devices"
-    return "no degree that suits the nodes was measured"
+    return "no measured degree suits the nodes"
 
 
 def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:

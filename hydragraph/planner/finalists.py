@@ -64,7 +64,7 @@ WAITING = 1.05
 # A simulation takes as long as this many estimates.
 SIMULATION = 40
 
-# From a home to the bytes of state that change owner.
+# Returns the bytes of state that change owner under a home.
 Moved = Callable[[Home], int]
 Exactly = Callable[[Settled], Settled]
 
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate excluded proposals whose bound is below `limit`, because preferred ones may have proved slower."""
+        """Estimate excluded proposals with bounds below `limit`, because preferred proposals may have proved slower."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -310,7 +310,7 @@ class _Queue:
         self._cut.add(each.strategy)
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # other owners, chosen later, may make it fit
+        except Unsupported:  # owners that are chosen later may make the proposal fit
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:

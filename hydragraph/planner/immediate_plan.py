@@ -1,4 +1,4 @@
-"""Search for a good plan within a fraction of a second, for a run that waits for it.
+"""Search for a good plan within a fraction of a second, because a run is waiting.
 
 The result is the fastest of these candidates that fits in memory:
 
@@ -32,10 +32,9 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum running or earlier strategies, and searched strategies; minimum estimates.
-RUNNING = 3
-MOST = 4
-FEWEST = 5
+RUNNING = 3  # maximum known strategies to estimate
+MOST = 4  # maximum new strategies to estimate
+FEWEST = 5  # minimum number of estimates
 SEARCHING = 0.6  # fraction of the deadline for the search
 SLOW = 1.5  # rate above which plans without the rank are also tried
 
@@ -55,7 +54,6 @@ class Estimate:
 
     @property
     def charge(self) -> float:
-        """Iteration time minus the slowest pipeline's time."""
         return max(0.0, self.seconds - self.assignment.seconds)
 
 

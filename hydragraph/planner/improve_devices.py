@@ -30,7 +30,7 @@ from hydragraph.spec.training_workload import Workload
 
 # Maximum strategies priced to improve one strategy.
 PRICED = 200
-# Number of moves priced before the best of them is made; the first is often a dead end.
+# Number of moves priced before the best one is made; the first gain is often a dead end.
 AT_ONCE = 24
 # Fraction of the time that a move must save.
 SAVES = 1e-3
@@ -141,7 +141,7 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # Split all nodes at once, or all except one or all nodes of a kind: the slowest pipeline determines the
+        # Split all nodes at once, or all but one node or one kind of node, because the slowest pipeline determines the
         # traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():

@@ -68,7 +68,7 @@ def nothing_fits(
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)
-    changes = f"it may fit with {' or with '.join(wishes)}; " if wishes else ""
+    changes = f"the model may fit with {' or with '.join(wishes)}; " if wishes else ""
     return Unsupported(
         f"nothing fits: {why}",
         where=f"plan for {workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}",

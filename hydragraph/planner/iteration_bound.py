@@ -36,7 +36,7 @@ def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
 
 
 def _bound(costs: Costs, lengths: Counter[int]) -> float:
-    from scipy.optimize import linprog  # only planning needs it
+    from scipy.optimize import linprog  # only for planning
 
     healthy = costs.changed(health=Health())
     nodes = nodes_of(costs)

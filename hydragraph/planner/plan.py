@@ -72,7 +72,7 @@ FEW = 64
 STAGED = 2
 # Among plans within this fraction of the best time, the one that moves fewest bytes wins.
 NEAR = 0.005
-# Plans of varying lengths within this fraction of the best time are simulated again with the given rank numbers.
+# Plans for varying lengths within this fraction of the best time are simulated again with the given rank numbers.
 AGAIN = 0.01
 # No work starts after the fraction SEARCHING of the deadline; searches may use FINDING of that time.
 SEARCHING = 0.9
@@ -127,7 +127,7 @@ class Plan:
         return self.seconds / self.bound - 1
 
     def explain(self) -> str:
-        """Return a description of the plan, and why its rivals were rejected."""
+        """Describe the plan, and why its rivals were rejected."""
         lost = [f"rejected: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
         if more := len(self.rivals[SHOWN:]):
             lost.append(f"rejected: {more} more {'strategy' if more == 1 else 'strategies'}")
@@ -175,7 +175,7 @@ def plan(
     Args:
         method: "mixed" is for several types of devices (AutoHet), "straggler" for slow devices (Malleus). "search"
             finds the least cost in Metis's search space; "metis" runs Metis's memory-aware search. "auto" runs all
-            except "metis", and "search" only up to 64 ranks and without a deadline.
+            methods except "metis", but "search" only for up to 64 ranks and without a deadline.
         running: current plan, strategy or strategy text. If given, the plan that moves the fewest bytes wins among
             nearly equal plans.
         deadline_s: seconds after which the best plan so far is returned. With None, the search completes and is
@@ -352,7 +352,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         if any(math.isfinite(settled.seconds) for settled in looked.settled) or not looked.short:
             break
     if asked.ways and PUBLISHED not in asked.ways:
-        # Subsets of nodes get only the broadest search.
+        # Only the broadest search tries subsets of nodes.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -386,7 +386,7 @@ def _extended(
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Select finalists from each search separately, so that "auto" is never worse than any search."""
+    """Select finalists from each search separately, so that "auto" is never worse than any one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)
@@ -547,7 +547,7 @@ def _exact(costs: Costs, looked: Finalists) -> Finalists:
 
 def _rivals(chosen: Settled, looked: Finalists, running: bool) -> tuple[Rival, ...]:
     rivals = []
-    but = "but moves more state" if running else "with micro-batches that a run does not form"
+    but = "but moves more state" if running else "but with micro-batches that a run does not form"
     for settled in sorted(looked.settled, key=lambda one: one.seconds):
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1

@@ -15,7 +15,7 @@ class Policy:
 
     Attributes:
         gain: fraction of time that choosing a strategy in every iteration must save over the best static strategy.
-        sample: number of mini-batches for comparing the two.
+        sample: number of mini-batches for comparing strategies.
         workers: number of processes that plan ahead; 0: plan when a step begins.
         ahead: maximum number of mini-batches that are being planned or wait for their step.
         patience_s: seconds that a step waits for its plan before it uses the quick plan.
@@ -42,7 +42,8 @@ class Decision:
     Attributes:
         static: the best static candidate, if any.
         gain: fraction of the static candidate's time that choosing per iteration saves.
-        seconds: total seconds of each candidate (infinite if some mini-batch does not fit); the last is for choosing.
+        seconds: total seconds of each candidate (infinite if some mini-batch does not fit); the last is for
+            choosing per iteration.
     """
 
     static: int | None

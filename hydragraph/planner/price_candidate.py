@@ -60,7 +60,7 @@ class SearchCandidate:
 
     @property
     def shape(self) -> object:
-        """Key equal for similar candidates."""
+        """Key that is equal for similar candidates."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -184,7 +184,7 @@ class Ends:
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
-    """Return a key equal for pipelines with equal times."""
+    """Return a key that is equal for pipelines with equal times."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):

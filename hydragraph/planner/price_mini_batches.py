@@ -109,7 +109,7 @@ class Varied:
         return Shortage(strategy, worst, lacks)
 
     def settle_equally(self, strategy: Strategy) -> Settled | Shortage:
-        """Settle with equal shares."""
+        """Settle with equal shares for all pipelines."""
         pipelines = self.pipelines(strategy)
         longest = min(pipeline.max_len for pipeline in pipelines)
         slowest = max(pipelines, key=lambda pipeline: pipeline.micro_batch_seconds([max(longest, 1)]))
@@ -201,7 +201,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return a function that estimates the iteration time; it simulates if stages are shared, stream or offload."""
+    """Return a function that estimates the iteration time, by simulation if stages are shared, stream or offload."""
     if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

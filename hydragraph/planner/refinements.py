@@ -165,9 +165,9 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
-    """Simulate a strategy with the plan's home and, if faster than `below`, with owners by block."""
+    """Simulate a strategy with the plan's home, and with owners by block if these make it faster than `below`."""
 
-    @cache  # a simulation takes less time than memory, so it comes first
+    @cache  # called before the memory check, which takes longer
     def tried(home: Home) -> Settled:
         return simulated(costs, replace(plan, strategy=strategy, home=home))
 

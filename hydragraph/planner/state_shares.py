@@ -101,7 +101,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
-            shares = np.round(parts / parts.max(), PLACES)  # with coarse steps, the node would not own half
+            shares = np.round(parts / parts.max(), PLACES)  # coarser rounding would change the node's half
         else:
             shares = None if parts is None else _rounded(parts, free)
         if (
@@ -137,7 +137,7 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
 
 
 def home_nodes(costs: Costs, given: Home) -> Sequence[int]:
-    """Return each rank's node; on a single node, each rank counts as one."""
+    """Return each rank's node; on a single node, each rank counts as a node."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 

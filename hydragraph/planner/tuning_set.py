@@ -15,7 +15,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Maximum sequences times devices; of larger sets, only the first mini-batches are used.
+# Maximum of sequences * devices; only the first mini-batches of larger sets are used.
 WORK = 3_000_000
 
 

@@ -46,7 +46,7 @@ _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
     "while scanning a quoted scalar": "its quote is not closed: add another at the end of the text",
-    r"found character '\\t'": "it is indented by a tab: use spaces",
+    r"found character '\\t'": "the line is indented by a tab: use spaces",
     "found character|found undefined alias|constructor for the tag": "a text begins with FOUND: put it in quotes",
     "unknown escape": "a text in double quotes has a '\\' in it: use single quotes",
     "mapping values": (
@@ -61,7 +61,7 @@ _MISTAKES = {
 
 def _mistake(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
-        return f"it has the character {chr(error.character)!r}: remove it"
+        return f"the text has the character {chr(error.character)!r}: remove it"
     if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
         return str(error)
     said = f"{error.context}, {error.problem}"

@@ -21,7 +21,7 @@ class StageKind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name such as tp2sr0.5: degree 2, s (sequence-parallel), r (recomputed), memory budget, p (sums in pieces)."""
+        """Name such as tp2sr0.5: degree 2, s (sequence-parallel), r (recomputed), budget 0.5; p: sums in pieces."""
         flags = "s" * self.sequence_parallel + recompute_flag(self.recompute) + "p" * self.sums_in_pieces
         return f"tp{self.tp}{flags}"
 

@@ -32,9 +32,9 @@ class Place:
 class Strategy:
     """Pipelines that each hold the whole model and divide a mini-batch; ranks in no pipeline are idle.
 
-    Pipelines may share a stage if its devices (in order), layers and flags are equal in all. A shared stage stores
-    weights and gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>`, ranks 4 and 5 run the second half of the model
-    for both pipelines.
+    Pipelines may share a stage if its devices (in order), layers and flags are equal in all of them. A shared stage
+    stores weights and gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>`, ranks 4 and 5 run the second half of the
+    model for both pipelines.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages).
 
@@ -77,7 +77,7 @@ class Strategy:
         for i, j, first, stage in self._placed_stages():
             where = f"pipeline {i}, stage {j}"
             if j and self.pipelines[i].stages[j - 1].devices == stage.devices:
-                raise ValueError(f"{where}: it follows a stage on the same devices; merge the two stages")
+                raise ValueError(f"{where}: this stage follows one on the same devices; merge the two")
             for device in stage.devices:
                 there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
                 if owner == i and replace(other[1], layers=stage.layers) == stage:

@@ -24,7 +24,7 @@ def test_what_is_said_to_help_helps(size: int) -> None:
     with pytest.raises(hg.Unsupported, match="nothing fits") as caught:
         hg.plan(with_memory(size), WORK)
     said = str(caught.value)
-    memory = float(re.search(r"it may fit with ([\d.]+) times the memory", said).group(1))  # type: ignore[union-attr]
+    memory = float(re.search(r"the model may fit with ([\d.]+) times the memory", said).group(1))  # type: ignore[union-attr]
     assert memory > 1
     assert hg.plan(with_memory(1.03 * memory * size), WORK).seconds > 0
     with pytest.raises(hg.Unsupported, match="nothing fits"):

@@ -108,7 +108,7 @@ def test_dates_and_numbers_that_yaml_1_1_would_convert_are_text(text: str) -> No
         ("name: a\nsize: [1\n", "not readable as YAML: line 2, column 7: its '[' is not closed: add ']', or a comma"),
         ("{name: a\n", "line 1, column 1: its '{' is not closed: add '}', or a comma"),
         ("name: 'a\n", "line 1, column 7: its quote is not closed: add another at the end of the text"),
-        ("tree:\n\tname: a", "line 2, column 1: it is indented by a tab: use spaces"),
+        ("tree:\n\tname: a", "line 2, column 1: the line is indented by a tab: use spaces"),
         ("name: @a", "line 1, column 7: a text begins with '@': put it in quotes"),
         ("name: *a", "line 1, column 7: a text begins with '*': put it in quotes"),
         (
@@ -119,7 +119,7 @@ def test_dates_and_numbers_that_yaml_1_1_would_convert_are_text(text: str) -> No
         ("name: ]", "line 1, column 7: ']' is where a value is expected: write the value before it, or null"),
         ("name: a\n---\nname: b", "line 2, column 1: a second document begins: keep one document per file"),
         ("name: |x\n a", "line 1, column 8: expected chomping or indentation indicators, but found 'x'"),
-        ("name: a\x00", "it has the character '\\x00': remove it"),
+        ("name: a\x00", "the text has the character '\\x00': remove it"),
     ],
 )
 def test_what_is_no_plain_mapping_is_refused(text: str, message: str, tmp_path: Path) -> None:

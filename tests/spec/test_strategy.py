@@ -204,7 +204,7 @@ def test_pipelines_are_joined_by_stages_in_common(text: str, groups: tuple[tuple
         ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "these two stages differ in layers (2-3 and 1-3)"),
         ("<[0]x2,[4]x2r> + <[1]x2,[4]x2>", "these two stages differ in recompute (False and True)"),
         ("<[0]x2,[4,5]x2s> + <[1]x2,[4,5]x2>", "these two stages differ in sequence_parallel (False and True)"),
-        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: it follows a stage on the same devices; merge the two stages"),
+        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: this stage follows one on the same devices; merge the two"),
         (
             "<[0]x1,[1]x1,[0]x2r>",
             "differ in recompute (True and False); give every stage its own devices",

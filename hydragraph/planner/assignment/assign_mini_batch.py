@@ -5,8 +5,8 @@ micro-batches (`local_search.finish`, FORMED). It then packs each pipeline's seq
 round corrects each pipeline's assumed end time by the error found in packing.
 
 The rounds assume that all PP stages are as slow as the slowest, and that filling and draining a pipeline takes (PP - 1)
-times as long as the pipeline's largest micro-batch. The best result is improved under the actual schedule
-(`schedule_search`).
+times as long as the pipeline's largest micro-batch. `schedule_search` improves the best result by simulating
+the actual schedule.
 
 Where Hydraulis's equations are implemented:
 
@@ -180,7 +180,7 @@ def enveloped(start: Bounded, seed: int = 0) -> MicroBatchCut:
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Divide each pipeline's sequences into micro-batches; also return each pipeline's time by Appendix D.1."""
+    """Divide pipelines' sequences into micro-batches; also return each pipeline's time by Hydraulis's Appendix D.1."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -241,7 +241,7 @@ def _least_cost(problem: AssignmentProblem) -> Floats:
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function of a time z: the most work that a pipeline of each kind finishes by then, for any V >= 1.
+    """Return a function that maps a time z to the most work that each kind of pipeline finishes by z, for any V >= 1.
 
     Work `sum` in V micro-batches of fixed cost c satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
     sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c). If this V is below 1, V = 1 gives sum =

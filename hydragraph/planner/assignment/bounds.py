@@ -138,7 +138,7 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 @dataclass(frozen=True, eq=False)
 class Least:
-    """Minimum time of each sequence on one stage of each kind of pipeline.
+    """Minimum time of each sequence on each kind of pipeline's likely bottleneck stage.
 
     Attributes:
         work: seconds of each sequence [n, K], infinite if it does not fit.
@@ -159,7 +159,7 @@ class Least:
 
 
 def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
-    """Return each sequence's minimum time on a stage.
+    """Return each sequence's minimum times; see `Least`.
 
     Args:
         terms: lower bounds on each kind's cost terms (`stage_terms` with `lower`).

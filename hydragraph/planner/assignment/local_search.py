@@ -39,14 +39,14 @@ Bools = NDArray[np.bool_]
 
 # Columns of `terms`.
 BUBBLE = 0  # PP - 1, with PP stages
-FIXED = 1  # seconds to add
+FIXED = 1  # seconds added to the end time
 QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
 LINEAR = 3
 OVERHEAD = 4
 MAX_LEN = 5  # maximum tokens of a micro-batch
 UTIL_LEN = 6  # desired minimum tokens of a micro-batch
 MODE = 7
-COLUMNS = 8  # followed, for each of W reaches (`cost.reach`), by window, chunk, seconds per pair
+COLUMNS = 8  # then, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
 
 EQ3 = 0.0
 FORMED = 1.0
@@ -55,13 +55,13 @@ SINGLE = 2.0
 NEAR = 16
 # Minimum relative gain of a step; without a minimum, rounding could keep the search running.
 LEAST_GAIN = 1e-12
-# The same for more than MANY sequences, for which steps are slower.
+# Minimum relative gain for more than MANY sequences, for which steps are slower.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
-    """Sequences and pipelines as arrays; see the module docstring."""
+    """Sequences and pipelines as arrays."""
 
     cost: Floats
     lengths: Floats
@@ -101,7 +101,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         return load + terms[FIXED] + bubble * (alone + c)
     if terms[MODE] == SINGLE:
         return load if tokens <= terms[MAX_LEN] else np.inf
-    # Appendix C: MaxLen gives the minimum number of micro-batches, UtilLen the maximum.
+    # Hydraulis, Appendix C: MaxLen gives the minimum number of micro-batches, UtilLen the maximum.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
     if bubble == 0.0:
@@ -175,7 +175,7 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @partial(compiled, shared=True)
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Return each sequence's pipeline (-1: none fits): longest first, each joins the one that finishes it first.
+    """Return each sequence's pipeline (-1: none fits): longest first, each joins the pipeline that ends it first.
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].
@@ -204,7 +204,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Of equal pipelines, the first to end is best, unless its longest sequence determines its end.
+            # Among equal pipelines, the first to end is best, unless its longest sequence determines its end.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -308,7 +308,7 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
     """Return a number that, plus added work, is a lower bound on pipeline q's new end time.
 
-    In mode FORMED, it excludes the bubble, which more tokens may shorten.
+    In mode FORMED, the number excludes the bubble, which more tokens may shorten.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -336,7 +336,6 @@ def best_step(
     ends = state.ends
     n = len(placed)
     own = kind_of[p]
-    # Separate functions for moves and swaps would be a tenth slower.
     best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
@@ -397,7 +396,7 @@ def best_step(
 
 @partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Move or swap sequences of the last pipeline, in place, while this makes it end earlier; return its end time."""
+    """Move or swap sequences of the last pipeline, in place, until no step helps; return the last end time."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     changed = np.ones(pipelines, np.bool_)

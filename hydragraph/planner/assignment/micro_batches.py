@@ -61,7 +61,7 @@ def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the work of the largest of `count` micro-batches.
 
     For example, at least three of the 2 count + 1 largest sequences share a micro-batch. Its work is at least that of
-    the three smallest of these 2 count + 1.
+    the three smallest of these sequences.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -166,7 +166,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # More may be needed: three sequences of 3 tokens need V = 3 if MaxLen is 5, although 9 < 2 * 5.
+    # More micro-batches may be needed: three sequences of 3 tokens need V = 3 if MaxLen is 5, although 9 < 2 * 5.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:

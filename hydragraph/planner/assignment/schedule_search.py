@@ -59,7 +59,7 @@ class Sequences(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """An assignment under construction; see the module docstring.
+    """An assignment under construction.
 
     Attributes:
         members: sequences per micro-batch [M].
@@ -369,7 +369,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
 
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both then end before `best`."""
+    """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both pipelines then end before `best`."""
     count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
         return False
@@ -450,7 +450,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place until no step helps, `tasks` actions are simulated, or all end by `enough`; return the end."""
+    """Improve `plan` until no step helps, `tasks` actions are simulated, or the last pipeline ends by `enough`."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:

@@ -74,7 +74,7 @@ def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro
 
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
-        raise ValueError(f"'kinds' is {list(kinds)}: give at least one, with positive power, memory and count")
+        raise ValueError(f"'kinds' is {list(kinds)}: give at least one kind, with positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
         raise ValueError(
             f"micro_batches must be at least 1 and least_memory at least 0, not {micro_batches} and {least_memory}"

@@ -81,7 +81,7 @@ class Prices:
         self.numbers = cache(self._rows)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return the memory of weights and gradients with messages, relative to without, at the peak and the end.
+        """Return the memory of weights and gradients with messages, divided by that without, at the peak and the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
@@ -98,7 +98,7 @@ class Prices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held` for equal stages, by number of micro-batches in flight and for first or later stages [L + 1, 2, 2]."""
+        """`held` of equal stages, indexed by micro-batches in flight and by first or later stage [L + 1, 2, 2]."""
         rows = []
         for flying in range(1, self.layers + 1):
             behind = 1 - 1 / flying
@@ -194,7 +194,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
-    """Return each running rank's bytes that remain besides a mini-batch and its share of the state."""
+    """Return the bytes that a mini-batch and the rank's share of the state leave free on each running rank."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: safety * size - (part * size + batch_bytes(tokens, tokens)) for rank, size in usable.items()}

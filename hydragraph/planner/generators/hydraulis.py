@@ -52,7 +52,7 @@ class Histogram:
 
     Attributes:
         schemes: schemes that fit some sequence [K].
-        devices: number for each scheme [K].
+        devices: devices per pipeline of each scheme [K].
         levels: highest level (length) that fits each scheme [K].
         work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """
@@ -65,7 +65,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a proposal: pipelines (a multiple of 0.1) of one scheme, for sequences with lengths in (above, upto]."""
+    """Part of a proposal: a multiple of 0.1 pipelines of one scheme, for sequences with lengths in (above, upto]."""
 
     scheme: Scheme
     pipelines: float
@@ -91,7 +91,7 @@ def propose(
     """Return strategies as lists of one scheme per pipeline, the lowest expected time first.
 
     Args:
-        lengths: tokens of each sequence of the data or a sample; longer sequences count as `context`.
+        lengths: tokens of each sequence of the data or a sample; sequences above `context` count as `context`.
         devices: number of devices; some may be idle.
         context: maximum tokens of a sequence.
 
@@ -145,7 +145,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Write F(l) for each l, in units of 1 / `steps` of a device, and the last interval's scheme and l'."""
+    """Write F(l) for each l, in units of 1 / `steps` devices, and the last interval's scheme and l'."""
     last = work.shape[1] - 1
     units[0] = 0
     for upto in range(1, last + 1):
@@ -247,7 +247,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 
 
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
-    """Return an estimate of a strategy's time for all sequences up to a level.
+    """Estimate a strategy's time for all sequences up to a level.
 
     Pipelines share each level's sequences in proportion to their speed.
     """

@@ -6,8 +6,8 @@ stages and layers maximizes the total room. A stage's room is the fraction of th
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1
 
-The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` its
-gradient bytes, and `beside` and `at_end` are the bytes of an owner's messages.
+The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` the
+rank's gradient bytes, and `beside` and `at_end` are an owner's message bytes at the peak and at the end.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Bench:
         """Return the iteration time in seconds.
 
         Args:
-            worth: results of at least this time may be only lower bounds.
+            worth: a result of this time or more may be only a lower bound.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))

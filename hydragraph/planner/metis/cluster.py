@@ -21,7 +21,7 @@ class MetisDeviceType:
     """A type of device.
 
     Attributes:
-        bandwidth: bandwidth between two devices of a node, in 2^20 bytes per millisecond.
+        bandwidth: between two devices of a node, in 2^20 bytes per millisecond.
         memory_gb: capacity in 2^30 bytes.
     """
 

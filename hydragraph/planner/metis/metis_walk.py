@@ -35,7 +35,6 @@ from hydragraph.planner.metis.problem import Floats, Ints, Tables
 NAIVE = 0
 MEMORY = 1
 
-# Number of pieces per layer.
 PIECES = 7
 ATTEMPTS = 3
 # Memory of a stage without layers.
@@ -58,7 +57,7 @@ def walk(
     Args:
         places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
-        stages: number of stages in Metis's first price of a plan.
+        stages: number of stages that Metis counts when it first prices a plan.
 
     Returns:
         The number of steps. Then, for the cheapest plan that can train and for the plan whose cost Metis's program

@@ -33,7 +33,7 @@ MEMORY_FACTOR = 5.0
 
 
 class Tables(NamedTuple):
-    """A profile and a cluster as arrays; see the module docstring."""
+    """A profile and a cluster as arrays."""
 
     upto: Floats
     sync: Floats

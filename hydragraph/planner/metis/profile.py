@@ -65,7 +65,7 @@ class MetisProfile:
 
     Attributes:
         measurements: the first key's device type determines how layers are balanced.
-        parameters_bytes: parameter bytes of the first, middle and last layer.
+        parameters_bytes: bytes of the first, middle and last layer.
         optimizer_ms: optimizer step of the whole model.
         hidden: numbers that a layer sends per token.
         vocabulary: numbers that the last layer outputs per token.
@@ -126,7 +126,7 @@ class MetisProfile:
         """Read measurements from files, or from all files of a folder named as in Metis.
 
         Args:
-            layers: if a file has several models, the number of layers of the model to read; default: the least.
+            layers: if a file has several models, the number of layers of the model to read; default: the smallest.
             hidden, sequence, vocabulary: required if no file contains them, as in Metis's own files.
 
         Raises:
