@@ -25,6 +25,6 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 def _moved(node: fx.Node, sizes: Sizes) -> int:
     if node.op != "call_method" or not _SENT.get(str(node.target)):
         return 0
-    # The node's value is (result, operand). Count the unsharded one: for a reduce-scatter, the operand.
+    # Count the unsharded tensor of (result, operand): for a reduce-scatter, the operand.
     result, *operand = sizes.storages(node).values()
     return _SENT[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

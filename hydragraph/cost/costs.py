@@ -110,7 +110,7 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return costs for only these ranks, renumbered in the given order, and another home."""
+        """Return costs under `home` for only these ranks, renumbered in the given order."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:

@@ -2,8 +2,8 @@
 
 In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
 heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
-takes half as many. The backward takes twice as many operations (as many for frozen weights). Tensor-parallel sums are
-priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
+takes half as many. The backward takes twice as many operations (equally many for frozen weights). Tensor-parallel sums
+are priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Roofline:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`).
         half: size of a dimension (such as the token count) at which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
-        memory: fraction of the bandwidth for element-wise operators; assumed, like `launch_s`.
+        memory: fraction of the bandwidth that element-wise operators reach; assumed, like `launch_s`.
     """
 
     attention: float = 0.8

@@ -44,7 +44,7 @@ class HomeQuestion:
     """Inputs for choosing a home; equal inputs give equal homes.
 
     Attributes:
-        home: a home; the choice keeps its shares, nodes, copies and fixed buckets.
+        home: home whose shares, nodes, copies and fixed buckets are kept.
         itemsize, push_itemsize: bytes of a pulled weight and of a pushed gradient.
         weights: frequency of each strategy; None: equal.
         health: slow ranks own less, and lost ranks own no state.

@@ -101,7 +101,7 @@ class Profile:
         commit_s: seconds of the commit before the optimizer step.
         norm_s: seconds of the gradient norm per element of the home shard.
         efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
-        roofline: whether `efficiency` is only that of large products.
+        roofline: whether `efficiency` applies only to large products.
         others: profiles of other device types.
     """
 
@@ -310,7 +310,9 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline of equal stages if `devices` devices share the state; for others, see `Costs`.
+        """Return the cost of a pipeline of equal stages if `devices` devices share the state.
+
+        For unequal stages, see `Costs`.
 
         Raises:
             Unsupported: the stages are not equal, the scheme was not measured, or a fit failed.

@@ -28,7 +28,7 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # number of rate changes; each invalidates the end computed before
+        self.version = 0  # number of rate changes; each change invalidates the computed end
 
 
 class Flows:

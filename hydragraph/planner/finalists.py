@@ -188,7 +188,7 @@ def finalists(
         near: also check proposals slower than the best by at most this fraction.
         until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
-        moved: bytes that change owner under a home; if given, these order proposals within `near`.
+        moved: bytes that change owner under a home; if given, proposals within `near` are sorted by them.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)

@@ -89,7 +89,7 @@ def as_run(costs: Costs, plan: Settled) -> Settled:
 
 
 def one_by_one(costs: Costs, plan: Settled) -> Settled:
-    """Return the plan with one sequence per micro-batch, as in deterministic runs; infinite times if it cannot fit."""
+    """Return the plan with one sequence per micro-batch, as in deterministic runs; infinitely slow if it cannot fit."""
     if len({n for assignment in plan.assignments for n in assignment.lengths}) == 1 == len(plan.assignments):
         plan = as_run(costs, plan)
     owned = costs.changed(home=plan.home)

@@ -135,7 +135,7 @@ def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) 
 def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
     """Return the slowest stage's time for pulls and pushes.
 
-    With pipelines of one stage, all ranks own state; otherwise, a layer's state is on the ranks that compute the layer.
+    With pipelines of one stage, all ranks own state; otherwise, the ranks that compute a layer own its state.
     """
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)

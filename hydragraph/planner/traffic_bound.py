@@ -37,7 +37,7 @@ def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
 
 
 class Cards:
-    """Bound from nodes' network cards and blocks' bytes."""
+    """Lower bound from nodes' network cards and blocks' bytes."""
 
     def __init__(self, costs: Costs) -> None:
         self._span = costs.outline.span

@@ -4,7 +4,7 @@ Exchanges run one after another: pulls in the order of blocks, pushes in reverse
 seconds to pull bucket b, and q_b to push it,
 
     a bucket arrives at       P_b = p_0 + ... + p_b, before any pipeline's first forward that uses it
-    its gradient is complete  C_b, when every pipeline's last backward of the blocks that use it ends
+    its gradient is complete  at C_b, when every pipeline's last backward of the blocks that use it ends
     its gradient arrives at   Q_b = max(Q_(b + 1), C_b) + q_b
     and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, with h_b the time of this transfer
 

@@ -59,7 +59,7 @@ class PlannedAssignment(Assignment):
 
     @property
     def spread(self) -> float:
-        """Relative difference between the busy pipelines' last and first end."""
+        """Relative difference between busy pipelines' latest and earliest ends."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 

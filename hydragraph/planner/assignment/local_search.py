@@ -175,7 +175,7 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @partial(compiled, shared=True)
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Return each sequence's pipeline (-1: none fits): longest first, each joins the pipeline that ends it first.
+    """Return each sequence's pipeline (-1: none): longest first, each joins the pipeline that finishes it first.
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].

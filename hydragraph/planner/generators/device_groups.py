@@ -36,7 +36,7 @@ class Group:
 
     @property
     def form(self) -> GroupForm:
-        """Groups of equal form are interchangeable."""
+        """Key that is equal for interchangeable groups."""
         return GroupForm(self.site, self.tp, self.rate)
 
 

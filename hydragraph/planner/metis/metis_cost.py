@@ -56,7 +56,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
     )
     if not np.isfinite(parts_ms).all():
         raise ValueError(
-            f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage; measure it first"
+            f"{plan}: the profile has no entry for a stage's micro-batch size or degree; measure this stage first"
         )
     return dict(zip(PARTS, map(float, parts_ms), strict=True))
 

@@ -57,7 +57,7 @@ def test_what_was_not_measured_is_refused() -> None:
     cluster = Cluster({"one": DeviceType(1, 1)}, (("one", 2),))
     problem = Problem(plain({(1, 1): (3.0, 5.0)}), cluster, 4, 2)
     for batches, degrees in ((2, ((1, 1), (1, 1))), (8, ((1, 1), (1, 1)))):
-        with pytest.raises(ValueError, match="has no entry for the micro-batch size or the degree"):
+        with pytest.raises(ValueError, match="has no entry for a stage's micro-batch size or degree"):
             metis.cost(Plan(("one",), (1, 1), degrees, batches, (1, 1), problem))
     with pytest.raises(ValueError, match="has tp 2: use degrees up to 1"):
         metis.cost(Plan(("one",), (2,), ((1, 2),), 4, (2,), problem))
