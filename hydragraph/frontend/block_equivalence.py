@@ -75,7 +75,7 @@ def refuse_state_around(
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
     """Run the model, then repeat the calls of its blocks; raise Unsupported if a call runs other operators.
 
-    Such a block reads something that the model sets between blocks, and blocks are traced after the model.
+    Blocks are traced after the model has run, so a block must not read what the model sets between blocks.
     """
     calls: list[tuple[int, list[str] | None, Callable[[], tuple[Any, list[str] | None]]]] = []
 
@@ -101,7 +101,7 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
         return
     for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
         if None not in (before, after) and before != after == later:
-            what = "it reads something that the model changes between blocks, but is traced with the final value"
+            what = "the block reads something that the model changes between blocks, but is traced with the final value"
             raise Unsupported(what, where=f"layer.{number}", remedy="pass this value to the block as an argument")
 
 
@@ -126,7 +126,7 @@ def _refuse_difference(first: list[str] | None, second: list[str] | None, where:
     if first is None or second is None or first == second:
         return
     differing = next((b for a, b in zip(first, second, strict=False) if a != b), "the calls run different operators")
-    what = f"its forward differs between calls ({differing[:120]}), but a captured graph repeats the traced call"
+    what = f"forward differs between calls ({differing[:120]}), but a captured graph repeats the traced call"
     remedy = "compute only from the arguments: remove counters, clocks and Python's random numbers"
     raise Unsupported(what, where=where, remedy=remedy)
 

@@ -291,7 +291,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     aux = piece(outputs, {}, "the blocks' inputs besides the hidden state")
     head = piece(results_of(skeleton.graph)[:1], {previous: "hidden"}, "the model after its last block")
     if INPUTS.keys() & set(aux.inputs):
-        remedy = "set that dropout probability to 0, or apply it inside the blocks"
+        remedy = "set that dropout probability to 0, or apply dropout inside the blocks"
         raise Unsupported("dropout is applied to a value that blocks share", where=model, remedy=remedy)
     placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:

@@ -127,7 +127,7 @@ class _Module:
 
     Attributes:
         training: None if results do not depend on it.
-        drops: whether only dropout depends on it.
+        drops: whether only dropout depends on `training`.
     """
 
     where: str
@@ -185,7 +185,7 @@ class _Module:
             raise _refused(self.where, "a parameter, buffer or module was added or removed after hg.compile")
         for name, child in self.children:
             if children.get(name, _MISSING) is not (None if child is None else child()):
-                raise _refused(self.where, f"its module {name!r} was replaced after hg.compile")
+                raise _refused(self.where, f"the module {name!r} was replaced after hg.compile")
         for part in self.tensors:
             tensor: Tensor | None = parameters.get(part.local, buffers.get(part.local))
             if tensor is None:

@@ -22,9 +22,9 @@ def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, di
         return lambda module, batch: module(batch)
     if missing or not names:
         what = (
-            f"its forward requires {missing[0]!r}, which is not a batch field"
+            f"forward requires {missing[0]!r}, which is not a batch field"
             if missing
-            else "its forward takes none of the batch's fields"
+            else "forward takes none of the batch's fields"
         )
         remedy = f"name its parameters after the fields ({', '.join(fields)}), or pass custom fields with example="
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)

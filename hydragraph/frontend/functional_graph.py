@@ -35,12 +35,12 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "write into a copy (.clone()), or use an out-of-place operator (x = x + y)",
     ),
     "dynamic but your code specialized it": (
-        "its graph is valid for only one number of tokens or sequences, because forward converts a size to a Python "
+        "the graph is valid for only one number of tokens or sequences, because forward converts a size to a Python "
         "number, or uses a tensor from another call or block",
         "remove .tolist(), int(), torch.vmap and loops over tokens, and pass tensors as arguments",
     ),
     "satisfy the generated guard": (
-        "its graph changes with the number of tokens or sequences, for example because it slices along that dimension",
+        "the graph changes with the number of tokens or sequences, for example because it slices along that dimension",
         "compute with all tokens of a row: x[:, 1:] mixes sequences, and labels are already at the positions that "
         "predict them",
     ),
@@ -49,13 +49,13 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "choose values with torch.where, and remove checks of tensor values",
     ),
     "FlexAttention is only supported": (
-        "it calls flex_attention, which would mix packed sequences",
+        "forward calls flex_attention, which would mix packed sequences",
         "call hydragraph.varlen_attention(q, k, v, cu_seqlens), which supports windows, chunks, caps and sinks",
     ),
-    "functorch tensor": ("it uses torch.func within the trace", "replace torch.func with tensor operators"),
+    "functorch tensor": ("forward uses torch.func within the trace", "replace torch.func with tensor operators"),
     "fake tensor in the exported program": (
-        "it uses a tensor that the trace does not see: one read through .data, kept from another call or block, or "
-        "created within torch.func",
+        "forward uses a tensor that the trace does not see: one read through .data, kept from another call or block, "
+        "or created within torch.func",
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
@@ -86,7 +86,7 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
             "register this tensor with register_buffer (and its module in an nn.ModuleList), or create it in forward "
             "with device=x.device"
         )
-        return Unsupported(f"it computes with {named}, which would stay on the CPU", where=where, remedy=remedy)
+        return Unsupported(f"forward computes with {named}, which would stay on the CPU", where=where, remedy=remedy)
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
@@ -167,7 +167,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
 def _refuse_writes(graph: fx.GraphModule, targets: dict[fx.Node, str], how: str, where: str) -> None:
     if _changed(graph, targets):
         remedy = "write into a copy (x.detach().clone()), or use an out-of-place operator"
-        raise Unsupported(f"it writes in place {how}, but autograd ignores this write", where=where, remedy=remedy)
+        raise Unsupported(f"forward writes in place {how}, but autograd ignores this write", where=where, remedy=remedy)
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
@@ -217,7 +217,9 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
 def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
         if transforms_functions(node.target):
-            what = "it transforms a function (torch.cond, torch.vmap or similar); a captured graph has only operators"
+            what = (
+                "forward transforms a function (torch.cond, torch.vmap or similar); a captured graph has only operators"
+            )
             remedy = "use torch.where instead of torch.cond, and einsum or broadcasting instead of torch.vmap"
             raise Unsupported(what, where=where, remedy=remedy)
         attends = "scaled_dot_product" in str(node.target)  # refused later
@@ -228,7 +230,7 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Replace each tensor filled slice by slice by a concatenation, which tensor parallelism can shard."""
+    """Replace tensors that are filled slice by slice with concatenations, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:

@@ -61,7 +61,7 @@ def attention(
     limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
     for name, option in options.items():
         if isinstance(option, Tensor) and name not in _IGNORED:
-            what = f"its attention takes a tensor {name!r}, which packed attention does not support"
+            what = f"the attention takes a tensor {name!r}, which packed attention does not support"
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
@@ -108,7 +108,7 @@ def _refuse_own_attention(model: nn.Module) -> None:
             continue
         module = getattr(attentions[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):
-            what = f"its attention is {chosen!r}{module and f' of {module}'}, which hydragraph would replace"
+            what = f"the attention is {chosen!r}{module and f' of {module}'}, which hydragraph would replace"
             remedy = "train with standard attention: model.set_attn_implementation('sdpa')"
             raise Unsupported(what, where=type(model).__name__, remedy=remedy)
 
@@ -239,7 +239,7 @@ def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
 
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
     if "position_ids" not in fields:
-        what = "it takes no position_ids, so positions would continue across packed sequences"
+        what = "forward takes no position_ids, so positions would continue across packed sequences"
         raise Unsupported(what, where=model, remedy="choose a model that computes positions from position_ids")
 
 
@@ -248,7 +248,7 @@ def refuse_unsupported(model: nn.Module, loss: object = None) -> None:
     if is_huggingface(model):
         _refuse_additional_losses(base_model(model))
         if loss is None and hasattr(base_model(model), "_loss_function"):
-            what = "its loss_function was replaced, but without loss= training uses the cross-entropy of its labels"
+            what = "the model's loss_function was replaced, but without loss=, training uses the cross-entropy"
             raise Unsupported(what, where=where, remedy="pass the loss to hydragraph as loss=")
         _refuse_own_attention(model)
         _refuse_linear_biases(model)

@@ -44,7 +44,7 @@ def refuse_other_frequencies(model: nn.Module) -> None:
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]
             if _changes(kind) and _differ(*pair):
-                what = f"its rotary frequencies ({kind}) were changed by a long sequence"
+                what = f"a long sequence has changed the rotary frequencies ({kind})"
                 raise Unsupported(what, where=name, remedy="run the model once on a short sequence, or build it again")
 
 

@@ -20,8 +20,8 @@ def refuse_trained(loss: Loss | None) -> None:
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         what = f"the loss has the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = (
-            "move the parameter, or the frozen module that holds it, into the model, whose forward must then return "
-            "the parameter, or the module's output, with the logits"
+            "move the parameter into the model, and return it from forward, with the logits; if a frozen module "
+            "holds the parameter, move the module, and return its output"
         )
         raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 
@@ -33,7 +33,7 @@ def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
     buffers = {}
     for name, buffer in loss.named_buffers(remove_duplicate=False):
         if buffer.is_meta:
-            what = f"its buffer {name!r} is on the meta device, so it has no values"
+            what = f"buffer {name!r} is on the meta device, so it has no values"
             raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy="build the loss on the CPU")
         buffers[_PREFIX + name] = buffer.detach().to("cpu")
     return buffers

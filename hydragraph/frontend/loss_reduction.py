@@ -74,4 +74,4 @@ def _is_one_number(node: fx.Node) -> bool:
 
 def _refuse(what: str, where: str) -> NoReturn:
     remedy = "return the sum over all targets (reduction='sum'): a step divides it by the number of targets"
-    raise Unsupported(f"its loss is not a sum: {what}", where=where, remedy=remedy)
+    raise Unsupported(f"the loss is not a sum: {what}", where=where, remedy=remedy)

@@ -44,7 +44,7 @@ class Marker:
         return self.both_ways is not causal and (limited or self.both_ways)
 
     def refuse(self, where: str) -> NoReturn:
-        raise Unsupported(f"packed attention does not support its mask: {self.kind}", where=where, remedy=self.remedy)
+        raise Unsupported(f"packed attention does not support the mask: {self.kind}", where=where, remedy=self.remedy)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -30,7 +30,7 @@ class MiniBatch:
 
     Attributes:
         sequences: sequences with labels at the positions that predict them.
-        lengths: token counts, or 0 for a sequence without a target if another has targets.
+        lengths: token counts; 0 for a sequence without targets, unless no sequence has targets.
         tokens: number of targets.
     """
 
@@ -97,7 +97,7 @@ class AssignedBatch:
 
     Attributes:
         batches: packed batches by pipeline and micro-batch; pipelines without this rank have none.
-        padding: number in all pipelines.
+        padding: padding tokens in all pipelines.
     """
 
     strategy: Strategy

@@ -49,7 +49,7 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, and at least 2, by a sequence without targets.
+        multiple: a sequence without targets pads the token count to a multiple of this, and to at least 2.
         several: whether to add a padding sequence if there is only one sequence.
         unplaced: token id that gets position -1 and does not advance positions.
 

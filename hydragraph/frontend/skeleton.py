@@ -74,7 +74,7 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "its output is structured differently from that of an otherwise equal block"
+            what = "the output is structured differently from that of an otherwise equal block"
             raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same way")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
@@ -139,7 +139,7 @@ def _summed(loss: Any, where: str) -> Tensor:
     if isinstance(loss, Tensor) and loss.is_floating_point() and all(type(n) is int and n == 1 for n in loss.shape):
         return loss.reshape(())
     returned = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise Unsupported(f"its loss is {returned}", where=where, remedy="return one number, the sum over all targets")
+    raise Unsupported(f"the loss is {returned}", where=where, remedy="return one number, the sum over all targets")
 
 
 def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> dict[str, Tensor]:

@@ -204,13 +204,13 @@ def _refuse_outside(function: FunctionType) -> None:
     names = set(names_of(function.__code__))
     where = function.__qualname__
     if asked := names & _TRACING:
-        what = f"it asks whether it is traced ({asked.pop()}), so the trace may differ from what PyTorch computes"
+        what = f"the function asks whether it is traced ({asked.pop()}), so the trace may differ from PyTorch's results"
         raise Unsupported(what, where=where, remedy="compute the same in both cases")
     read = (
         "environment variables" if names & {"environ", "getenv"} else "a clock" if _asks_clocks(function, names) else ""
     )
     if read:
-        raise Unsupported(f"it reads {read}, but a compiled graph would not", where=where, remedy=_AS_A_FIELD)
+        raise Unsupported(f"the function reads {read}, but a compiled graph would not", where=where, remedy=_AS_A_FIELD)
 
 
 def _asks_clocks(function: FunctionType, names: set[str]) -> bool:
@@ -344,7 +344,7 @@ def _spells_names(function: FunctionType) -> bool:
 
 
 def _beside_a_rate(function: FunctionType, calls: bool = False) -> bool:
-    """Return whether `training` occurs only next to rates and, if `calls`, in calls to functions such as dropout."""
+    """Return whether each `training` is in an expression with a rate or, if `calls`, a function such as dropout."""
     tree = _syntax(function)
     if tree is None:
         return False

@@ -72,7 +72,7 @@ _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
 def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str] | None:
-    """Return the first operator that may mix tokens and a description of the problem, or None.
+    """Return the first operator that may mix tokens, and how; None if there is none.
 
     Args:
         tokens: symbol of the token count.

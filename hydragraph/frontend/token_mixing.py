@@ -79,7 +79,7 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]
     """Raise Unsupported if attention does not use the batch's cu_seqlens; `given` maps inputs to batch fields."""
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
-            what = "its attention uses sequence bounds other than the packed batch's"
+            what = "the attention uses sequence bounds other than the packed batch's"
             raise Unsupported(what, where=where, remedy="pass cu_seqlens to hydragraph.varlen_attention unchanged")
 
 

@@ -94,7 +94,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
 
 def _in_common(name: str, whose: str) -> Unsupported:
     remedy = "tie parameters by assigning the same nn.Parameter, or give this tensor its own memory (.clone())"
-    return Unsupported(f"it shares memory with {whose}", where=name, remedy=remedy)
+    return Unsupported(f"the tensor shares memory with {whose}", where=name, remedy=remedy)
 
 
 def _refuse_module(module: nn.Module, where: str) -> None:
@@ -102,7 +102,7 @@ def _refuse_module(module: nn.Module, where: str) -> None:
         remedy = "pass the wrapped module (`_orig_mod` of a compiled module, `module` of a parallel module)"
         raise Unsupported(f"{type(module).__name__} wraps another module", where=where, remedy=remedy)
     if "_hf_hook" in vars(module):
-        what = f"accelerate's {type(module._hf_hook).__name__} wraps its forward"
+        what = f"accelerate's {type(module._hf_hook).__name__} wraps forward"
         remedy = "call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         raise Unsupported(what, where=where, remedy=remedy)
     for kind, (why, remedy) in _UNPACKED.items():

@@ -127,7 +127,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another parameter": (lambda m: setattr(m[0].linear, "bias", nn.Parameter(torch.zeros(4))), "0.linear.bias"),
     "a parameter more": (lambda m: m[0].register_parameter("w", nn.Parameter(torch.zeros(1))), "was added or removed"),
     "no bias": (lambda m: setattr(m[0].linear, "bias", None), "0.linear.bias: the tensor was removed"),
-    "another module": (lambda m: setattr(m[0], "norm", nn.LayerNorm(4)), "its module 'norm' was replaced"),
+    "another module": (lambda m: setattr(m[0], "norm", nn.LayerNorm(4)), "the module 'norm' was replaced"),
     "a hook": (lambda m: m[1].register_forward_hook(print), r"1: a forward hook \(print\) was registered"),
     "a backward hook": (lambda m: m[0].norm.register_full_backward_hook(print), "0.norm: a backward hook"),
     "a hook on a gradient": (lambda m: m[0].linear.weight.register_hook(print), "0.linear.weight: a gradient hook"),

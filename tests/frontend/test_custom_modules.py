@@ -55,9 +55,9 @@ def test_a_forward_gets_the_fields_that_it_names(forward: Callable[..., Any], ex
     [
         (
             lambda input_ids, pixels: None,
-            r"Model: its forward requires 'pixels', which is not a batch field; name its parameters after .*input_ids",
+            r"Model: forward requires 'pixels', which is not a batch field; name its parameters after .*input_ids",
         ),
-        (lambda x, y: None, "its forward requires 'x'"),
+        (lambda x, y: None, "forward requires 'x'"),
         (lambda: None, "takes none of the batch's fields"),
         (lambda **anything: None, "takes none of the batch's fields"),
     ],

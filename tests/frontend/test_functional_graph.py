@@ -59,14 +59,14 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
         (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace does not see"),
         (
             lambda block, y, x: y + torch.vmap(lambda t: t / (1 + t.norm()))(x),
-            "it transforms a function .* instead of torch.vmap",
+            "forward transforms a function .* instead of torch.vmap",
         ),
-        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "it uses torch.func within the trace"),
+        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "forward uses torch.func within"),
         (
             lambda block, y, x: torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (y,)),
-            "layer.0: it transforms a function.*; use torch.where instead of torch.cond",
+            "layer.0: forward transforms a function.*; use torch.where instead of torch.cond",
         ),
-        (attending_freely, r"it calls flex_attention, .*, at test_functional.*; call hydragraph.varlen_attention"),
+        (attending_freely, r"forward calls flex_attention, .*, at test_functional.*; call hydragraph.varlen_attention"),
         (kept_from_another_block, "forward or loss changes 'the length of the global KEPT'"),
         (counted, "only one number of tokens or sequences.*; remove .tolist"),
         (
@@ -106,7 +106,7 @@ def test_labels_that_a_loss_shifts_again_are_refused_in_a_sentence() -> None:
         return F.cross_entropy(logits[0, :-1], given["labels"][0, 1:], reduction="sum")
 
     with pytest.raises(
-        Unsupported, match=r"Own: its graph changes with the number of .*; .* labels are already at the"
+        Unsupported, match=r"Own: the graph changes with the number of .*; .* labels are already at the"
     ):
         capture(small(), loss=shifted)
 
@@ -205,7 +205,7 @@ def test_no_operator_writes() -> None:
 def test_writing_where_a_gradient_does_not_know_of_it_is_refused(
     function: Callable[[Tensor, Tensor], Tensor], how: str
 ) -> None:
-    with pytest.raises(Unsupported, match=rf"^Scaled: it writes in place {how}.*; write into a copy"):
+    with pytest.raises(Unsupported, match=rf"^Scaled: forward writes in place {how}.*; write into a copy"):
         functional(function)
 
 

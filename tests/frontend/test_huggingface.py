@@ -143,7 +143,7 @@ def test_who_says_whether_it_is_causal() -> None:
             {"attention_mask": torch.ones(1, 1, 5, 5)},
             "the model passes an attention mask; pack sequences instead of padding them",
         ),
-        ({"position_bias": torch.ones(5, 5)}, "its attention takes a tensor 'position_bias'"),
+        ({"position_bias": torch.ones(5, 5)}, "the attention takes a tensor 'position_bias'"),
     ],
 )
 def test_attention_of_other_kinds_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -203,7 +203,7 @@ def test_the_auxiliary_router_loss_is_refused() -> None:
 def test_terms_and_losses_that_training_would_ignore_are_refused() -> None:
     model = llama(layers=1)
     model.loss_function = lambda *given, **options: torch.zeros(())  # type: ignore[assignment]
-    with pytest.raises(Unsupported, match=r"its loss_function was replaced.* pass the loss to hydragraph as loss="):
+    with pytest.raises(Unsupported, match=r"loss_function was replaced.* pass the loss to hydragraph as loss="):
         refuse_unsupported(model)
     refuse_unsupported(model, loss=lambda outputs, batch: outputs.logits.sum())
     model = llama(layers=1)
@@ -226,7 +226,7 @@ def test_attention_that_a_user_registered_is_refused() -> None:
     AttentionInterface.register("louder", louder)
     model = llama(layers=1)
     model.config._attn_implementation = "louder"
-    with pytest.raises(Unsupported, match=r"LlamaForCausalLM: its attention is 'louder' of tests.frontend"):
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM: the attention is 'louder' of tests.frontend"):
         refuse_unsupported(model)
     model.set_attn_implementation("sdpa")
     refuse_unsupported(model)

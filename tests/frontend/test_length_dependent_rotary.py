@@ -55,7 +55,7 @@ def test_each_sequence_has_the_frequencies_of_its_own_length(kind: str, most: in
 def test_frequencies_of_a_long_sequence_are_refused_until_a_short_one_was_run(kind: str, long: int) -> None:
     whole = model(kind)
     whole(torch.zeros(1, long, dtype=torch.int64))
-    with pytest.raises(Unsupported, match=rf"model.rotary_emb: its rotary frequencies \({kind}\) were changed by a lo"):
+    with pytest.raises(Unsupported, match=rf"model.rotary_emb: a long sequence .* frequencies \({kind}\)"):
         capture(whole)
     whole(torch.zeros(1, 4, dtype=torch.int64))
     capture(whole)

@@ -116,7 +116,7 @@ MIXED = {
     ),
 )
 def test_tokens_that_meet_in_a_loss_are_refused_by_its_graph(name: str) -> None:
-    with pytest.raises(Unsupported, match=r"Own after its last block: its loss is not a sum"):
+    with pytest.raises(Unsupported, match=r"Own after its last block: the loss is not a sum"):
         capture(small(), loss=MIXED[name])
 
 
@@ -134,7 +134,7 @@ def test_a_loss_without_the_model_is_refused() -> None:
 )
 def test_a_mean_is_refused(name: str) -> None:
     with pytest.raises(
-        Unsupported, match=r"Own after its last block: its loss is not a sum: it is .*; return the sum over all"
+        Unsupported, match=r"Own after its last block: the loss is not a sum: it is .*; return the sum over all"
     ):
         capture(small(), loss=MEANS[name])
 

@@ -127,7 +127,7 @@ def test_plain_patterns_need_no_mask(pattern: Callable[..., Any]) -> None:
 def test_other_patterns_are_named(pattern: Callable[..., Any], kind: str) -> None:
     marker = mask(mask_function=pattern)
     assert marker is not None
-    with pytest.raises(Unsupported, match=f"^here: packed attention does not support its mask: {kind}; "):
+    with pytest.raises(Unsupported, match=f"^here: packed attention does not support the mask: {kind}; "):
         marker.refuse("here")
 
 

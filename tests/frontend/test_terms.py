@@ -171,7 +171,7 @@ def test_sums_of_separate_terms_are_captured(name: str) -> None:
 @only("owners without right", "a running sum", "ends in the row", "running sums of different terms at bounds")
 @pytest.mark.parametrize("name", ACROSS)
 def test_terms_that_meet_are_refused(name: str) -> None:
-    with pytest.raises(Unsupported, match=r"Own.*: (its loss is not a sum|its graph changes with)"):
+    with pytest.raises(Unsupported, match=r"Own.*: (the loss is not a sum|the graph changes with)"):
         capture(small(), loss=ACROSS[name])
 
 

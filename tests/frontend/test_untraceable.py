@@ -230,10 +230,13 @@ def tried(block: Any, x: Tensor) -> Tensor:
         (cast, r"layer.0: a torch.autocast region"),
         (cast_by_a_switch, r"layer.0: torch.set_autocast_enabled; cast explicitly"),
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
-        (braked, r"braked: it asks whether it is traced \(is_(meta|compiling)\), so the trace may differ"),
+        (braked, r"braked: the function asks whether it is traced \(is_(meta|compiling)\), so the trace may differ"),
         (tried, r"a tensor's value is read \(__float__\), which fails in a trace, and the error is caught"),
-        (lambda b, x: x * (time.monotonic() < 1e9), r"<lambda>: it reads a clock, but .*; pass its values as a batch"),
-        (lambda b, x: x * (monotonic() < 1e9), r"<lambda>: it reads a clock"),
+        (
+            lambda b, x: x * (time.monotonic() < 1e9),
+            r"<lambda>: the function reads a clock, .*; pass its values as a batch",
+        ),
+        (lambda b, x: x * (monotonic() < 1e9), r"<lambda>: the function reads a clock"),
         (lambda b, x: x * random.random(), r"draws random numbers from Python or NumPy"),
     ],
 )
@@ -308,7 +311,7 @@ def test_autocast_around_capture_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(2,), pytest.param((1, 1, 2), marks=thorough), None])
 def test_a_loss_that_is_no_number_is_refused(shape: tuple[int, ...] | None) -> None:
-    with pytest.raises(Unsupported, match=r"Own: its loss is .*; return one number"):
+    with pytest.raises(Unsupported, match=r"Own: the loss is .*; return one number"):
         capture(own(), blocks="stack", loss=lambda x, b: x.sum().expand(shape) if shape else x.shape[1])  # type: ignore[return-value]
 
 
@@ -436,7 +439,7 @@ def expanded(model: Any) -> None:
 def test_memory_that_a_step_would_change_twice_is_refused(change: Callable[[Any], None]) -> None:
     model = own()
     change(model)
-    with pytest.raises(Unsupported, match=r": it shares memory with .*; tie parameters by assigning the same"):
+    with pytest.raises(Unsupported, match=r": the tensor shares memory with .*; tie parameters by assigning the same"):
         capture(model, blocks="stack")
 
 
@@ -466,10 +469,10 @@ class Changing(Own):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("calls", r"Changing: its forward differs between calls"),
+        ("calls", r"Changing: forward differs between calls"),
         ("sequences", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
         ("tokens", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
-        ("bounds", r"layer.0: its attention uses sequence bounds other than the packed batch's"),
+        ("bounds", r"layer.0: the attention uses sequence bounds other than the packed batch's"),
     ],
 )
 def test_what_depends_on_the_call_or_on_what_is_packed_together_is_refused(how: str, message: str) -> None:
@@ -484,7 +487,7 @@ def test_a_loss_that_does_something_else_in_each_call_is_refused() -> None:
         calls[0] += 1
         return logits.logsumexp(-1).sum() * (1 - 0.9 ** calls[0])
 
-    with pytest.raises(Unsupported, match=r"Own: its forward differs between calls"):
+    with pytest.raises(Unsupported, match=r"Own: forward differs between calls"):
         capture(own(), blocks="stack", loss=warming)
 
 

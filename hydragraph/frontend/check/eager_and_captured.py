@@ -135,7 +135,7 @@ def depends_on_padding(
     wide: torch.dtype | None,
     tolerance: float,
 ) -> bool:
-    """Return whether a batch's last sequence changes the loss, even by large values."""
+    """Return whether the loss depends on a batch's last sequence, tested with large values."""
     block, variant = head
     local = _local(program, block)
     parameters = program.templates[block.template].parameters

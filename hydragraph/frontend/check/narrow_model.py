@@ -35,14 +35,14 @@ _WIDTH = re.compile(
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _LEAST = 4  # head size: rotary embeddings pair a head's halves
-# A number outside names.
+# A number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens not in the copy's vocabulary."""
+    """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens that the copy renumbers."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]

@@ -186,7 +186,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts in order: fp64 later avoids rounding errors, and random weights avoid non-finite results."""
+    """Yield attempts; later ones use fp64 to avoid rounding errors, or random weights to avoid non-finite results."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -195,7 +195,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 
 
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
-    """Return the indices of the blocks to compare; the blocks of a group are in memory together."""
+    """Return the indices of the blocks to compare, in groups that are in memory together."""
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
     chosen = list(range(len(sizes)))
@@ -308,7 +308,7 @@ class _Comparer:
         difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
         where = self._where(group, attempt)
         if isinstance(difference, _Unrunnable):
-            return Unsupported(f"its captured graph fails to run ({difference})", where=where, remedy=REMEDY)
+            return Unsupported(f"the captured graph fails to run ({difference})", where=where, remedy=REMEDY)
         name = difference.parameter
         off = f"differs by {difference.relative:.2g} times {'its norm' if name else 'its value'}"
         tokens = " and ".join(map(str, difference.tokens))

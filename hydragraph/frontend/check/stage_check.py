@@ -284,7 +284,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of `name` into values that must equal the unsharded block's value."""
+        """Return combinations of the ranks' values of `name` that must each equal the unsharded block's value."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts
@@ -312,7 +312,7 @@ def _refusal(
     remedy = REMEDY if library is None else _ANEW
     if isinstance(difference, Exception):
         why = f"{type(difference).__name__}: {(str(difference).splitlines() or [''])[0][:200]}"
-        return Unsupported(f"its graphs fail to run ({why})", where=where, remedy=remedy)
+        return Unsupported(f"the graphs fail to run ({why})", where=where, remedy=remedy)
     what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
     off = f"differs by {difference.relative:.2g} times its norm from the unsharded block's (in {attempt.kind})"
     return Unsupported(f"{what} {off}", where=where, remedy=remedy)

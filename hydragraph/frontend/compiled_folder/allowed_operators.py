@@ -101,26 +101,26 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
         if len(given) != takes or by_name:
-            raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments instead of {takes}")
+            raise ValueError(f"{name} gets {len(given) + len(by_name)} arguments instead of {takes}")
         return
     if name.rpartition(".")[0] not in ALLOWED:
-        raise ValueError(f"it calls {name}, which is not allowed in a compiled folder")
+        raise ValueError(f"{name} is not allowed in a compiled folder")
     signature = signature_of(known_target(name))
     if not signature.pure:
-        raise ValueError(f"it calls {name}, which writes into its arguments")
+        raise ValueError(f"{name} writes into its arguments")
     if len(given) > signature.positional:
-        raise ValueError(f"it calls {name} with {len(given)} positional arguments, more than {signature.positional}")
+        raise ValueError(f"{name} gets {len(given)} positional arguments, more than {signature.positional}")
     present = {*signature.names[: len(given)], *by_name}
     unknown = set(by_name) - set(signature.names[len(given) :])
     missing = signature.required - present
     if unknown or missing:
         what = f"with the unknown argument {min(unknown)}" if unknown else f"without the argument {min(missing)}"
-        raise ValueError(f"it calls {name} {what}")
+        raise ValueError(f"{name} is called {what}")
     values = dict(zip(signature.names, given, strict=False)) | (by_name if isinstance(by_name, dict) else {})
     for argument, kind in zip(signature.names, signature.types, strict=True):
         if argument in values and not _fits(kind, values[argument]):
             what = "a tensor" if kind == "Tensor" else kind
-            raise ValueError(f"it calls {name} with {values[argument]!r:.80} as {argument}, which must be {what}")
+            raise ValueError(f"{name} gets {values[argument]!r:.80} as {argument}, which must be {what}")
 
 
 def _fits(kind: str, value: object) -> bool:

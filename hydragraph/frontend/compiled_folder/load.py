@@ -114,7 +114,7 @@ def load(
 
 
 def read_graphs(folder: Path) -> CompiledFolder:
-    """Read a compiled folder's program and graphs, even if other versions wrote them.
+    """Read a compiled folder's program and graphs, even if package versions differ.
 
     Raises:
         Refused: a file is missing or damaged.

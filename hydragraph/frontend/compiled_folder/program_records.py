@@ -52,7 +52,7 @@ def program_of(value: object) -> Program:
     _check_program(program)
     if program.fingerprint != data["fingerprint"]:
         raise Malformed(
-            f"program: its fingerprint is {program.fingerprint}, but the file states {data['fingerprint']!r:.80}"
+            f"program: the fingerprint is {program.fingerprint}, but the file states {data['fingerprint']!r:.80}"
         )
     return program
 
@@ -66,7 +66,7 @@ def _check_program(program: Program) -> None:
         others = sum(name.startswith("other.") for name in template.inputs)
         counts = [(block.parameters, template.parameters), (block.buffers, template.buffers)]
         if any(len(names) != len(template_names) for names, template_names in counts) or len(block.aux) != others:
-            raise Malformed(f"{where}: its number of parameters, buffers or inputs differs from its template's")
+            raise Malformed(f"{where}: the number of parameters, buffers or inputs differs from the template's")
         unknown = set(block.parameters) - program.parameters.keys()
         if unknown:
             raise Malformed(f"{where}: the parameter {min(unknown)} is missing")
@@ -75,7 +75,7 @@ def _check_program(program: Program) -> None:
         raise Malformed("program: a block takes a value that the aux graph does not compute")
     bucketed_names = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
     if sorted(bucketed_names) != sorted(program.parameters):
-        raise Malformed("program: its buckets do not contain every parameter exactly once")
+        raise Malformed("program: the buckets do not contain every parameter exactly once")
     if 0 in program.heads:
         raise Malformed("program: every number of heads must be at least 1")
     program.outline  # noqa: B018  checks the names of blocks and buckets
@@ -114,7 +114,7 @@ def _template_of(value: object) -> Template:
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
         raise Malformed(
-            f"{where}: its graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}"
+            f"{where}: the graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}"
         )
     # The rebuilt graph names symbols differently.
     digest = record_schema.text(data["digest"], where)
@@ -152,24 +152,24 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
     vocabulary_fits = set(variant.vocabulary) <= set(template.parameters)
     if not vocabulary_fits or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
-        raise Malformed(f"{where}: its inputs differ from the template's")
+        raise Malformed(f"{where}: the inputs differ from the template's")
     saved = saved_names(len(results_of(variant.forward)) - variant.outputs)
     if len(placeholders_of(variant.forward)) != len(variant.inputs) or variant.outputs != 1:
-        raise Malformed(f"{where}: its forward takes or returns a different number of values than the file states")
+        raise Malformed(f"{where}: the forward takes or returns a different number of values than the file states")
     takes = {*saved, *template.parameters, "tangent", COLLECTIVES}
     if not set(variant.needs) <= takes or len(set(variant.needs)) != len(variant.needs):
         raise Malformed(
-            f"{where}: its backward must not take {', '.join(set(variant.needs) - takes) or 'a value twice'}"
+            f"{where}: the backward must not take {', '.join(set(variant.needs) - takes) or 'a value twice'}"
         )
     learned = [*variant.gradients, *variant.added]
     if not set(learned) <= spec.learning or len(set(learned)) != len(learned):
-        raise Malformed(f"{where}: it computes a gradient of an untrained value, or two gradients of one parameter")
+        raise Malformed(f"{where}: the backward computes a gradient of an untrained value, or two of one parameter")
     if "hidden" in variant.added:
-        raise Malformed(f"{where}: it accumulates the gradient of the hidden state")
+        raise Malformed(f"{where}: the gradient of the hidden state is accumulated")
     if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
-        raise Malformed(f"{where}: its backward takes a different number of values than the file states")
+        raise Malformed(f"{where}: the backward takes a different number of values than the file states")
     if len(results_of(variant.backward)) != len(variant.gradients):
-        raise Malformed(f"{where}: its backward returns a different number of gradients than the file states")
+        raise Malformed(f"{where}: the backward returns a different number of gradients than the file states")
 
 
 def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None:

@@ -180,9 +180,9 @@ class _Graph:
                 _refuse(where, "expected one output, as the last node")
             name = entry[0]
             if not _is_name(name):
-                _refuse(where, f"its name is {name!r:.80}: expected letters, digits and _")
+                _refuse(where, f"the name is {name!r:.80}: expected letters, digits and _")
             if name in self._names:
-                _refuse(where, f"an earlier node already has its name {name}")
+                _refuse(where, f"an earlier node already has the name {name}")
             try:
                 self._node(*entry)
             except ValueError as error:
@@ -191,7 +191,7 @@ class _Graph:
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
         if not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise Malformed("its arguments are not a list, or its keyword arguments are not a mapping")
+            raise Malformed("the arguments are not a list, or the keyword arguments are not a mapping")
         checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
             "placeholder": self._placeholder,
             "get_attr": self._constant,
@@ -200,7 +200,7 @@ class _Graph:
             "output": self._output,
         }
         if not isinstance(kind, str) or kind not in checks:
-            raise Malformed(f"its kind is {kind!r:.80}: expected one of {', '.join(map(str, checks))}")
+            raise Malformed(f"the kind is {kind!r:.80}: expected one of {', '.join(map(str, checks))}")
         for argument in (*args, *kwargs.values()):
             self._argument(argument)
         checks[kind](target, args, kwargs)
@@ -227,20 +227,20 @@ class _Graph:
         try:
             elements = base64.b64decode(text(content, "its elements"), validate=True)
         except binascii.Error as error:
-            raise Malformed(f"its elements are not base64: {error}") from None
+            raise Malformed(f"the elements are not base64: {error}") from None
         if len(elements) != size:
-            raise Malformed(f"it has {len(elements)} bytes of elements, but its shape needs {size}")
+            raise Malformed(f"a constant has {len(elements)} bytes of elements, but the shape needs {size}")
 
     def _call_method(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         takes = {**ON_COLLECTIVES, **ON_SUMS, **ON_STARTED}.get(target) if isinstance(target, str) else None
         if takes is None:
-            raise Malformed(f"it calls the method {target!r:.80}, which is not allowed")
+            raise Malformed(f"the method {target!r:.80} is not allowed")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
-            raise Malformed(f"it calls the method {target} with invalid arguments")
+            raise Malformed(f"the method {target} has invalid arguments")
         # The collectives are a reserved placeholder; a start method returns a started collective.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
-            raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}, which does not have this method")
+            raise Malformed(f"{on or args[0]!r:.80} does not have the method {target}")
 
     def _output(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if target != "output" or kwargs or len(args) != 1 or not isinstance(args[0], dict) or set(args[0]) != {"tuple"}:
@@ -294,13 +294,13 @@ class _Graph:
             _, kind, device, shape, strides, storage = value
             dtype(kind, "its value")
             if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-                raise Malformed(f"its value is on the invalid device {device!r:.80}")
+                raise Malformed(f"the value is on the invalid device {device!r:.80}")
             sizes = [self._size(size) for size in listed(shape, "the shape of its value")]
             steps = [self._size(step) for step in listed(strides, "the strides of its value")]
             if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
-                raise Malformed(f"its value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
+                raise Malformed(f"the value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
             if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:
-                raise Malformed("its value is larger than any memory")
+                raise Malformed("the value is larger than any memory")
             whole(storage, "the storage of its value")
         else:
-            raise Malformed(f"its value {value!r:.80} is invalid")
+            raise Malformed(f"the value {value!r:.80} is invalid")

@@ -1,4 +1,4 @@
-"""Cache of traced variants."""
+"""Cache of traced graphs (variants)."""
 
 from __future__ import annotations
 

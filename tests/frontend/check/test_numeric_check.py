@@ -49,7 +49,7 @@ def test_graphs_that_do_not_run_as_they_would_be_trained_are_refused(monkeypatch
     # In double precision, in which all could be compared, this runs.
     monkeypatch.setattr("hydragraph.frontend.capture.refuse_mixed_dtypes", lambda *_: None)
     model = randomised(Wide(layers=1))
-    with pytest.raises(hg.Unsupported, match=r"its captured graph fails to run .*same dtype, but got: double != fl"):
+    with pytest.raises(hg.Unsupported, match=r"the captured graph fails to run .*same dtype, but got: double != fl"):
         check(CheckedModel(model, capture(model)))
 
 

@@ -124,7 +124,7 @@ def swapped(variant: Variant, index: int) -> Variant:
         pytest.param(
             without("reduce_scatter", "backward"),
             "<[0,1]x2s>",
-            r"in stages of kind <tp2s>: its graphs fail to run",
+            r"in stages of kind <tp2s>: the graphs fail to run",
             marks=thorough,
         ),
         (swapped, "<tp2,pp1>", r"the gradient of .*norm.* differs by 1 times its norm"),

@@ -188,7 +188,7 @@ def _first_layer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "why"),
     [
-        ("program.json", lambda data: data.update(dtype="float64"), "its fingerprint is"),
+        ("program.json", lambda data: data.update(dtype="float64"), "the fingerprint is"),
         ("program.json", lambda data: data.update(more=1), "expected the fields"),
         ("program.json", lambda data: data["blocks"].pop(1), "name at least one block"),
         ("program.json", lambda data: data["blocks"][1].update(template="x"), "the template x is missing"),
@@ -197,8 +197,8 @@ def _first_layer(folder: Path) -> None:
         ("program.json", lambda data: data["parameters"][0].update(shape=[0, 4]), "has no elements"),
         ("program.json", lambda data: data["templates"][0]["graph"]["graphs"][0].pop(0), "not an earlier node"),
         ("graphs/layer.0.tp1.json", lambda data: data.update(outputs=2), "a different number of values"),
-        ("graphs/layer.0.tp1.json", lambda data: data["inputs"].reverse(), "its inputs differ from"),
-        ("graphs/layer.0.tp1.json", lambda data: data["needs"].append("loot"), "its backward must not take loot"),
+        ("graphs/layer.0.tp1.json", lambda data: data["inputs"].reverse(), "the inputs differ from"),
+        ("graphs/layer.0.tp1.json", lambda data: data["needs"].append("loot"), "the backward must not take loot"),
         ("graphs/layer.0.tp1.json", lambda data: data["gradients"].pop(), "a different number of gradients"),
         ("graphs/layer.0.tp1.json", lambda data: data["graphs"]["hints"].__setitem__(0, 0), "at least 2"),
         ("graphs/layer.0.tp1.json", lambda data: data["kinds"].popitem(), "kinds: expected the fields"),
