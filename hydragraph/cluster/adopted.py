@@ -23,7 +23,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the process group that sends objects as CPU tensors, or None if the default group can.
+    """Return the process group that sends objects as CPU tensors, or None if the default group can send them.
 
     All ranks call this.
     """

@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes an error as `sent`, raise each rank's `own` error, or else the first one sent."""
+    """If any rank passes an error as `sent`, raise `own` on each rank that has it, and the first `sent` elsewhere."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

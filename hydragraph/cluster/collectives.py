@@ -30,7 +30,7 @@ def _wait(message: Message) -> None:
 
 
 class Gathers(Protocol):
-    """The part of `Collectives` that losses need."""
+    """Methods of `Collectives` that losses need."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
 

@@ -63,7 +63,7 @@ _LENGTH = 8
 
 
 class Channel(Enum):
-    """A kind of traffic between all ranks."""
+    """Kind of traffic between all ranks."""
 
     PULL = "pull"
     PUSH = "push"
@@ -72,7 +72,7 @@ class Channel(Enum):
 
 
 class _Direction(Enum):
-    """Direction of point-to-point traffic: in an NCCL communicator, both directions of a pair share one queue."""
+    """Direction of point-to-point traffic, with its own communicator, because NCCL has one queue per pair of ranks."""
 
     UP = "up"
     DOWN = "down"
@@ -133,7 +133,7 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
-        # With use_local_synchronization, ranks in different numbers of groups would name a group differently.
+        # With use_local_synchronization, ranks in unequal numbers of groups would give a group different names.
         # A group bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(

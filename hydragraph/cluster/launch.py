@@ -180,7 +180,9 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not shared:
         if not resolved(address):
-            raise ValueError(f"MASTER_ADDR is {address!r}, which has no address here: set it to one of this machine's")
+            raise ValueError(
+                f"MASTER_ADDR is {address!r}, which this machine cannot resolve: set an address of this machine"
+            )
         try:
             store = hosted(address, port)
         except OSError as error:
@@ -208,7 +210,9 @@ def _wait_for_ranks(store: Store, ranks: int, where: str) -> None:
             return
         if not told and time.monotonic() - began > TOLD_S:
             told = True
-            _LOG.warning("rank 0 waits at %s for %d of %d ranks, first rank %d", where, len(missing), ranks, missing[0])
+            _LOG.warning(
+                "rank 0 waits at %s for %d of %d ranks, including rank %d", where, len(missing), ranks, missing[0]
+            )
         time.sleep(_ARRIVAL_POLL_S)
 
 

@@ -58,7 +58,7 @@ def no_store(error: Exception, address: str, port: int, rank: int) -> str:
 def first_host(error: Exception, address: str, port: int) -> str:
     """Describe the first machine, why this process cannot reach it, and the remedy."""
     tried = resolved(address)
-    where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
+    where = f"tried {', '.join(tried)}" if tried else "this machine cannot resolve the name"
     reason = " ".join(str(error).split())
     return (
         f"the first machine at {address}, port {port} ({where}): {reason[:200]}; set MASTER_ADDR to an address of the "

@@ -113,7 +113,7 @@ def strategies_and_costs(
     """Capture a config's model, and return its strategies, costs and program.
 
     Args:
-        doubled: whether a datasheet also prices the strategies' tensor-parallel degrees times 2, 4, ..., for advice.
+        doubled: whether datasheet costs also cover 2, 4, ... times the strategies' tensor-parallel degrees, for advice.
     """
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
@@ -135,7 +135,7 @@ def strategies_and_costs(
 
 
 def step_lengths(config: TrainConfig, drawn: Sequence[int] | None) -> list[int]:
-    """Return a mini-batch drawn from sequence lengths, or the longest sequences if there are none."""
+    """Return a mini-batch drawn from the lengths `drawn`, or of maximum-length sequences if `drawn` is None."""
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.spec.training_workload import full_lengths
 
@@ -151,7 +151,7 @@ def run_assignment(
     """Assign a mini-batch's sequences to pipelines and micro-batches, as a run does.
 
     Args:
-        known: whether the run has these costs; if not, or if a sequence does not fit in memory, use the quick plan.
+        known: whether the run knows these costs; if not, or if a sequence does not fit in memory, use `quick_plan`.
     """
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign

@@ -162,7 +162,7 @@ def check_command(options: CheckOptions) -> None:
         if config.objective is not None:
             print(
                 "each step begins with a forward pass that scores the answers; the predicted seconds do not include "
-                "this pass, which adds about a third"
+                "this pass: add about a third"
             )
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits, priced))

@@ -216,7 +216,7 @@ def _priced(
 def assigned(
     step: StepOptions, config: TrainConfig, drawn: list[int] | None, costs: Costs, strategy: Strategy
 ) -> Assignment:
-    """Return equal micro-batches if their number or size is given, else the micro-batches of a run."""
+    """Return equal micro-batches if their number or size is given, else those that a run would form."""
     from hydragraph.commands.captured_model import run_assignment, step_lengths
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment

@@ -1,4 +1,4 @@
-"""Tables on the terminal."""
+"""Tables for terminals."""
 
 from __future__ import annotations
 

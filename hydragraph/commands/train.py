@@ -187,7 +187,7 @@ def _print_idle(gpus: int) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Return the config, with `elastic.min_ranks` 1 if it was unset and this process starts ranks that can survive."""
+    """Return the config with `elastic.min_ranks=1` if it was unset and this process starts ranks that can survive."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or config.ranks == 1:
         return config
@@ -273,7 +273,7 @@ def _train(
             raise  # a restart would fail too, or this machine no longer leads
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
-                raise Interrupted(stopping.signal) from None  # the signal arrived before that rank could handle it
+                raise Interrupted(stopping.signal) from None  # the failed rank could not yet handle the signal
             nodes = None if nodes is None else replace(nodes, handed=None)
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):

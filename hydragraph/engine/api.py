@@ -160,14 +160,14 @@ def compile(
 ) -> Executable:
     """Compile a model for training; all ranks must call this function with the same arguments.
 
-    It joins the launcher's process group, uses an existing one, or runs as a single process.
+    The function joins the launcher's process group, uses an existing group, or runs as a single process.
 
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training). Tensors are this rank's shards, or empty; do not edit `.data`. `move` calls it again.
+            None (no training). Tensors are this rank's shards, or empty; do not edit `.data`. `move` repeats the call.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
@@ -176,7 +176,7 @@ def compile(
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
-        program: result of `capture` for an equal model; omit `example`. By default, its loss is used.
+        program: result of `capture` for an equal model, which replaces `example` and, by default, `loss`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
@@ -184,7 +184,7 @@ def compile(
         trust: whether to load the folder's Inductor code, which runs with your permissions.
         joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
         deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum fp32 bytes of gradients in flight, and of weights; default: 2 largest blocks (1 if streaming).
+        window: maximum fp32 bytes of weights, and of gradients, in flight; default: 2 largest blocks (1 if streaming).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 

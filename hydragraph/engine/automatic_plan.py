@@ -229,7 +229,7 @@ def _priced(subject: Subject, profile: Profile, found: Discovered) -> Costs:
 
 
 def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
-    """Return the bytes of state per trained element, or Adam's if the optimizer cannot be tried."""
+    """Return the bytes of state per trained element, assuming Adam if the optimizer cannot be tried."""
     names = [parameter.name for bucket in program.buckets if bucket.learns for parameter in bucket.parameters]
     with suppress(Exception):
         return ADAMW_STATE_BYTES if optimizer is None else state_bytes(optimizer, names, program.dtype)
@@ -258,7 +258,7 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of a rank's profile; `own` if its type was divided."""
+    """Keys of a rank's cached profile: `shared` by a device type's ranks, or `own` if their times differ."""
 
     shared: str
     own: str

@@ -237,7 +237,7 @@ def at_once_among(
     """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
 
     Args:
-        running: earlier strategies; those that used the same ranks come first.
+        running: earlier strategies, those of the current ranks first.
     """
 
     def search() -> Strategy | None:

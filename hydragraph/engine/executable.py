@@ -74,8 +74,8 @@ class Executable(Membership):
                 batch [sequences, tokens] with an attention_mask for padding on the right.
             strategy: strategy for this step, or its text; by default, the strategy given to `compile`, or the best of
                 several. Changing the strategy moves no optimizer state.
-            divide_by: divisor of the sum of losses: the number of "targets" or "sequences" in the mini-batch, or any
-                other number.
+            divide_by: divisor of the summed losses: "targets" or "sequences" (their number in the mini-batch), or a
+                number.
 
         Raises:
             Unsupported: no optimizer was given, or the model cannot be split as the strategy says.
@@ -189,7 +189,7 @@ class Executable(Membership):
         All ranks must call this. Return whether devices were measured.
         """
         known = self._first_profile
-        assert isinstance(known, Costs), "call it after `adopt`"
+        assert isinstance(known, Costs), "call `measure_newcomers` after `adopt`"
         before = list(self.measured_seats or range(known.ranks))
         types = [known.cluster.type_of(before.index(seat)) if seat in before else "" for seat in seats]
         costs = measure_newcomers(self._subject, world, self.planning, known, types, newcomers)
@@ -466,7 +466,7 @@ class Executable(Membership):
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
+        """This process's rank."""
         return self.world.rank
 
     @property

@@ -35,7 +35,7 @@ class PlanService:
         self._plans: dict[Lengths, Answer | None] = {}  # None: not planned yet
         self._changed = threading.Condition()
         self._workers: list[Worker | None] = [None] * workers
-        self._number = 0  # version of the request
+        self._number = 0  # the request's version
         self._told = [-1] * workers  # each process's version of the request; -1: none
         self._closed = False
         self.replaced = 0

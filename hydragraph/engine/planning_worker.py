@@ -1,4 +1,4 @@
-"""Planning process, which answers with plans of mini-batches."""
+"""Process that plans mini-batches on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prepare() -> Callable[[Question], Answer]:
         nonlocal current
         request, lengths = question
         current = current if request is None else request
-        assert current is not None, "the first question has a request"
+        assert current is not None, "the first question must contain a request"
         return answer(current, lengths)
 
     return plan

@@ -61,9 +61,9 @@ class Survived:
         restored: step of the checkpoint that was read, or None if no state was lost.
         received: bytes of state received from other ranks.
         seconds: time from this rank's call until it has its state.
-        why: description of the failure.
+        why: the failure's description.
         ending: reason why these ranks may only save and end, or "" if they continue.
-        read: bytes that this rank read from pieces, by storage: "memory", "disk" and "store".
+        read: bytes that this rank read from pieces, by storage ("memory", "disk" or "store").
         finished: whether the last step raised an error on this rank and was finished by this call.
     """
 
@@ -90,8 +90,8 @@ class _SetAside(Exception):  # noqa: N818
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
     """Connect the surviving and new ranks, and move the state to them; all these ranks must call this.
 
-    The call updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which may
-    decrease.
+    The call updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which
+    is lower after a restore from a checkpoint.
 
     Args:
         exe: this rank's only executable; a new rank compiles it with `joining=True`.
@@ -121,11 +121,11 @@ def meet_again(
     """Recover as `survive` does, but if too few ranks are left, return instead of raising.
 
     Args:
-        newest: called after ranks meet; returns the checkpoint to restore if state is lost. All ranks use that of the
-            first rank that has one.
+        newest: called after ranks meet; returns the checkpoint to restore if state is lost. All ranks use the
+            checkpoint of the first rank that has one.
         soon: whether to use the first good strategy instead of the best.
-        rates: on the rank that monitors them, each process's slowdown by member number.
-        pieces: like `newest`, for this rank's pieces; the newer of both is read.
+        rates: on the rank that monitors speeds, each process's slowdown by member number.
+        pieces: like `newest`, for this rank's pieces; the newer of the two checkpoints is read.
         set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
     """
     member = here()
@@ -298,7 +298,7 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit or, if none fits, planned ones or one that resembles the first."""
+    """Return the given strategies that fit, else planned strategies, else one that resembles the first given one."""
     choices = exe.given
     lengths = exe.planning.lengths
 

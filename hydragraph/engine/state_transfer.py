@@ -34,7 +34,7 @@ Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 @dataclass(frozen=True)
 class Moved:
-    """Result of a move.
+    """A move's result.
 
     Attributes:
         step: last step that the state includes, identical on all ranks.

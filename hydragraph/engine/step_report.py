@@ -18,11 +18,11 @@ class StepReport:
         loss: sum of the global mini-batch's losses, divided by `divide_by`; by default the mean over target tokens.
         tokens: number of target tokens.
         grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
-        strategy: text of the strategy.
+        strategy: the strategy's text.
         chosen: the strategy as an object.
         micro_batches: number of micro-batches in each pipeline.
         seconds: wall time on this rank.
-        padding: number of tokens added for sequence parallelism.
+        padding: tokens added for sequence parallelism.
         planning_s: seconds that this step waited for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.

@@ -1,4 +1,4 @@
-"""Strategies used by earlier sets of ranks; devices are seats (initial ranks), because recoveries renumber ranks."""
+"""Strategies of earlier sets of ranks; seats (initial ranks) identify devices, because recoveries renumber ranks."""
 
 from __future__ import annotations
 

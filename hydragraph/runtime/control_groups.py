@@ -14,7 +14,7 @@ _PER_S = {"usec": 1e6, "time": 1e9}
 
 
 def memory_limit() -> float:
-    """Return bytes."""
+    """Return this process's memory limit in bytes."""
     limits = [math.inf]
     for folder in _folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):

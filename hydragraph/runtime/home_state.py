@@ -302,8 +302,8 @@ def _refuse_other_groups(
     for name, shard in named:
         if shard.numel() and of_shards.get(name) != of_whole.get(name):
             raise Unsupported(
-                f"its options for {name!r} differ between the whole shape {list(state.pieces[name].parameter.shape)} "
-                f"and the shape {list(shard.shape)} of this rank's shard",
+                f"its options for {name!r} differ between the whole parameter "
+                f"{list(state.pieces[name].parameter.shape)} and this rank's shard {list(shard.shape)}",
                 where=f"optimizer {type(optimizer).__name__}",
                 remedy=_BY_SHAPE,
             )

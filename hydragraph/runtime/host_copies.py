@@ -50,7 +50,7 @@ class HostCopy:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Tensors that another stream copies; a call makes the current stream wait for the copy, and returns them."""
+    """Tensors that another stream copies; a call makes the current stream wait for the copy and returns the tensors."""
 
     streams: DeviceStreams
     mark: Mark

@@ -53,7 +53,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 UPDATED = (1 << 16, 1 << 21)  # elements of shards whose update is timed
 CHAIN = 4  # maximum blocks per measurement
 PRECISE = 0.01  # measurements stop at this relative standard error
-USABLE = 0.9  # fraction of memory, despite fragmentation
+USABLE = 0.9  # fraction of memory that is usable despite fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # forward function that returns its backward
@@ -64,7 +64,7 @@ class MeasuredModel:
     """Model to measure.
 
     Attributes:
-        vocabulary: upper bound of token ids, exclusive.
+        vocabulary: exclusive upper bound of token ids.
         positions: exclusive upper bound of position ids, or None if unlimited. In longer sequences, position ids
             repeat.
         type: name of the device's type, or "" for the name that the device reports.
@@ -80,7 +80,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """Settings of a measurement.
+    """Measurement settings.
 
     Attributes:
         schemes: schemes to measure; each needs only the ranks of one stage.
@@ -124,7 +124,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Node and type of a rank's device; stages are measured within one place."""
+    """Node and type of a rank's device; a stage is measured on devices of one place."""
 
     node: str
     type: str

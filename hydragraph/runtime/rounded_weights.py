@@ -19,7 +19,7 @@ class Rounded:
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a bucket's copy, rounded again if weights changed outside the kernel, or its weights if frozen."""
+        """Return a bucket's copy, rounded again if weights changed outside the kernel, or a frozen bucket's weights."""
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
             return weights

@@ -16,13 +16,13 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
-MOST_S = 0.25  # duration of a probe
+MOST_S = 0.25  # a probe's duration
 STOP_S = 0.01  # if a product takes longer, the process was stopped
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of a probe.
+    """A probe's result.
 
     Attributes:
         per_s: products per second, as if no other process had used the core; 0 if the probe did not run.

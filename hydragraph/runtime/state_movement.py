@@ -24,7 +24,7 @@ from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
-CHUNK = 128 << 20  # bytes of a window
+CHUNK = 128 << 20  # bytes per window
 AHEAD = 2  # maximum windows in flight
 
 _WEIGHT = ""

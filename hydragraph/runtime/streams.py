@@ -17,7 +17,7 @@ from torch import Tensor
 from hydragraph.ir.instruction import Stream
 
 Mark = Any  # point in a queue
-Reading = Any  # value of a clock
+Reading = Any  # a clock's value
 
 
 class Clock(Protocol):
@@ -109,7 +109,7 @@ class HostStreams:
 
 
 class CudaClock:
-    """Clock of a GPU, based on events."""
+    """Event-based GPU clock."""
 
     def __init__(self) -> None:
         self._first = self.now()

@@ -1,4 +1,4 @@
-"""Kernel statistics of a thread: how long it ran, and how long it waited for its core, except CPU quotas."""
+"""Kernel statistics of a thread: how long it ran, and how long it waited for its core, without stops by CPU quotas."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-# Minimum relative differences; a stage has one type.
+# Minimum relative differences between types; a stage has one type.
 BETWEEN_NODES = 0.05
 WITHIN_NODE = 0.25
-ERRORS = 3  # minimum difference
+ERRORS = 3  # minimum difference in standard errors
 
 
 def split_types(

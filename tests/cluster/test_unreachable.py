@@ -55,7 +55,7 @@ def test_the_first_rank_tells_which_rank_it_waits_for(
     monkeypatch.setattr("time.sleep", lambda seconds: store.set("hydragraph/here/2", ""))
     launch._wait_for_ranks(store, 3, "127.0.0.1:29616")
     (warning,) = caplog.records
-    assert warning.getMessage() == "rank 0 waits at 127.0.0.1:29616 for 1 of 3 ranks, first rank 2"
+    assert warning.getMessage() == "rank 0 waits at 127.0.0.1:29616 for 1 of 3 ranks, including rank 2"
 
 
 def test_a_first_host_that_does_not_answer_is_named(

@@ -167,10 +167,10 @@ def fails_for_matrices(named: Named) -> torch.optim.Optimizer:
 
 def test_what_goes_by_shapes_is_refused_with_a_single_group_of_all_too() -> None:
     (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
-    with pytest.raises(Unsupported, match="differ between the whole shape"):
+    with pytest.raises(Unsupported, match="differ between the whole parameter"):
         make_optimizer(those_without_a_second_dimension, state)
     halves = states(HomeLayouts(EQUAL, 2).by_name(MODEL.buckets), 2)
-    with pytest.raises(Unsupported, match="differ between the whole shape"):
+    with pytest.raises(Unsupported, match="differ between the whole parameter"):
         make_optimizer(with_a_rate_of_all_elements, halves[0])
     for raises in (
         lambda named: torch.optim.SGD([p for _, p in named if p.dim() >= 2], lr=0.1),
@@ -204,7 +204,7 @@ def test_the_settings_of_an_optimizer_are_those_that_change_the_update() -> None
 def test_groups_that_go_by_shapes_are_refused_as_shards_are_flat() -> None:
     (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
     for factory in (partial(by_dimension, matrices=0.5), matrices_alone):
-        with pytest.raises(Unsupported, match=r"optimizer SGD: its options for '\w.*' differ between the whole shape"):
+        with pytest.raises(Unsupported, match=r"optimizer SGD: its options for '\w.*' differ between the whole"):
             make_optimizer(factory, state)
     for right in (by_name, of_those_with_elements, partial(by_dimension, matrices=0.0)):
         assert make_optimizer(right, state).param_groups

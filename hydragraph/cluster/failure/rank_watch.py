@@ -421,7 +421,7 @@ class Watch:
         elif accused is not None and (self._inside or accused.error == ENDED):
             self._accuse(accused)
         elif self._inside and self._asker.gone:
-            self._cut_off("has closed the connection: the process that hosts it has ended")
+            self._cut_off("has closed the connection: the store's process has ended")
         elif self._inside and self._asker.silent_s >= UNREACHABLE_S:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its machine is lost, or the link to it is down")
 

@@ -20,7 +20,7 @@ def answer() -> None:
 
 
 def ask(pid: int, who: str) -> None:
-    """Make another process write its stacks, after a line that names the process."""
+    """Write a line that names another process, and make that process write its stacks."""
     _say(who)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

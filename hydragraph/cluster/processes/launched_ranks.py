@@ -199,14 +199,14 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
 
 
 class Stops:
-    """Detects processes of a launcher that a signal or debugger has stopped."""
+    """Detects a launcher's processes that a signal or debugger has stopped."""
 
     def __init__(self) -> None:
         self._judge = Judge()
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return a rank that was stopped too long while others ran, and a description, or None."""
+        """Return None, or a rank that was stopped too long while others ran, with a description."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now

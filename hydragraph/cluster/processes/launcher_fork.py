@@ -178,7 +178,7 @@ def _as_new(kept: set[int]) -> None:
 
 
 def _forget_files(kept: set[int]) -> None:
-    """Redirect inherited open files to /dev/null, so that they close when the launcher ends."""
+    """Redirect inherited open files to /dev/null; otherwise they would stay open after the launcher ends."""
     with open(os.devnull, "r+b", buffering=0) as nowhere:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in {*kept, nowhere.fileno()} and Path(f"/proc/self/fd/{number}").exists():

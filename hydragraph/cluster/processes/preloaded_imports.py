@@ -3,7 +3,7 @@
     def train():
         from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-Other modules are not imported, because they may compute or start threads.
+Other modules are not imported, because imports may run computations or start threads.
 """
 
 from __future__ import annotations

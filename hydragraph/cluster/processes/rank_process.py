@@ -41,7 +41,7 @@ class Seat:
     """Rank, rendezvous address and environment of a process to start.
 
     Attributes:
-        node: index of the machine.
+        node: the machine's index.
         here: number of ranks on this machine; 0 means all ranks.
         local: number of the seat within its machine; None means `rank`.
     """

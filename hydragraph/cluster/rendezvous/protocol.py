@@ -8,7 +8,7 @@ the members' registers and writes orders. The coordinator and the members poll, 
 2. After all live members have left the current generation, the coordinator proposes the next generation: these members
    in rank order, then new members up to the target size.
 3. Each proposed member agrees. If a member dies first, the coordinator makes a proposal with the next number.
-4. After all of them have agreed, the coordinator confirms the proposal, and its members enter the generation.
+4. After all proposed members have agreed, the coordinator confirms the proposal, and its members enter the generation.
 
 So no two generations are ever active at the same time.
 """
@@ -102,10 +102,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Record:
-    """State of the coordinator.
+    """The coordinator's state.
 
     Attributes:
-        formed: members in rank order, by generation: the current one, and those in whose layout members hold state.
+        formed: members in rank order, for the current generation and generations in whose layout members hold state.
     """
 
     orders: Orders = Orders()
@@ -213,7 +213,7 @@ def _held(
 
 
 def attend(member: int, said: Said, orders: Orders) -> Said | Generation | None:
-    """Return a waiting member's new register, the generation to enter, or None to keep waiting."""
+    """Return a waiting member's new register, or the generation to enter, or None to keep waiting."""
     proposal = orders.proposal
     if orders.over or member in orders.out or member not in proposal.members or proposal.number <= said.after:
         return None

@@ -1,7 +1,7 @@
 """Choice of machines to drop if two machines reach the leader but not each other.
 
 When a pair has been broken for `CUT_S`, the leader drops machines, preferably those with few ranks, until no broken
-pair remains. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
+pair remains. A dropped machine returns after reaching all machines in use continuously for `HEALED_S`.
 """
 
 from __future__ import annotations

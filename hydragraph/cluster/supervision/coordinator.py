@@ -61,7 +61,7 @@ class Nodes:
         again: errors that make the leader restart the run.
         devices: number of devices here.
         fills: whether every device gets a rank.
-        ranks, placed: number of ranks, and devices by machine, once ranks are placed.
+        ranks, placed: number of ranks, and number of devices by machine, once ranks are placed.
         election: None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
@@ -86,19 +86,19 @@ class Nodes:
         return seats_by_machine(ranks, self.placed or (1,) * self.count)[seat]
 
     def local(self, seat: int, ranks: int) -> int:
-        """Return a seat's number within its machine; spares follow."""
+        """Return a seat's number within its machine; spares follow ranks."""
         return sum(self.of(earlier, ranks) == self.of(seat, ranks) for earlier in range(seat))
 
     def here(self, number: int, ranks: int) -> int:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
     def place(self, ranks: int, devices: Sequence[int]) -> Nodes:
-        """Return the machines with ranks placed; ValueError: unequal machines have too few devices."""
+        """Return these machines with ranks placed; raise a ValueError if unequal machines have too few devices."""
         total = sum(devices)
         ranks = total if self.fills else ranks
         if len(set(devices)) > 1 and ranks > total:
             each = ", ".join(f"machine {node} has {count}" for node, count in enumerate(devices))
-            raise ValueError(f"ranks is {ranks}, but of {total} devices, {each}: set ranks to at most {total}")
+            raise ValueError(f"ranks is {ranks}, but there are {total} devices ({each}): set ranks to at most {total}")
         return replace(self, ranks=ranks, placed=tuple(devices))
 
     def refusal(self, number: int, devices: int) -> str:
@@ -113,7 +113,7 @@ class Nodes:
 
 @cache
 def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the machine of each rank: evenly if devices are equal, else in proportion to them."""
+    """Return each rank's machine; machines get ranks in proportion to their devices."""
     count = len(devices)
     if len(set(devices)) == 1:
         return tuple(rank * count // ranks for rank in range(ranks))
@@ -209,7 +209,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended with `error` ("" after success), or only `here`, or is being restarted (`again`)."""
+    """The run has ended with `error` ("" after success), only on this machine if `here`, or restarts if `again`."""
 
     error: str = ""
     again: bool = False
@@ -376,7 +376,7 @@ class Hub:
         return self.nodes
 
     def placed(self, ranks: int) -> Nodes:
-        """Return `nodes` with ranks placed; absent machines count like this one."""
+        """Return `nodes` with ranks placed, assuming this machine's number of devices for absent machines."""
         own = self.nodes.devices
         return self.nodes.place(ranks, [self._devices.get(node, own) for node in range(self.nodes.count)])
 
@@ -600,7 +600,7 @@ def host_of(link: Link) -> str:
 
 
 def _watched(connected: socket.socket, patience_s: float) -> None:
-    """Let the operating system drop connections without answers."""
+    """Let the operating system drop connections whose peer does not answer."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_NODELAY", 1),

@@ -185,7 +185,7 @@ class Supervisor:
         self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout: timedelta | None) -> None:
-        """Run until all members have ended, and none can come."""
+        """Run until all members have ended and no new ones can start."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
         if not self.crew:
             self._place.order(self._record.orders)

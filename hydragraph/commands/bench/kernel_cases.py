@@ -86,7 +86,7 @@ def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g
 
 
 def slice_copies(sweep: Sweep) -> Iterator[Case]:
-    """Copies of permuted ranges, with a cast as when weights are pulled, or a sum as when gradients are pushed."""
+    """Copies of permuted ranges: with a cast, as in pulls of weights, or with a sum, as in pushes of gradients."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         table = _table(count, sweep.device)

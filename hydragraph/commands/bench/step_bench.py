@@ -67,7 +67,7 @@ class SideResult:
 
 
 def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
-    """Train a model on one rank with every side in turn.
+    """Train a model on one rank with every implementation ("side") in turn.
 
     Raises:
         ValueError: a side's loss or gradient norm differs from that of the eager model on packed batches.
@@ -92,7 +92,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
         batches = [[len(s) for s in settings.sequences(turn)] for turn in timed_rounds]
         predicted = _mean([predicted_seconds(exe.program, strategy, lengths, sheet) for lengths in batches])
         notes.append(
-            f"From the GPU's datasheet, hydragraph's step is predicted to take {predicted * 1e3:.4g} ms, "
+            f"The GPU's datasheet predicts {predicted * 1e3:.4g} ms for hydragraph's step, "
             f"{predicted / times[OURS].seconds - 1:+.0%} relative to the measured time."
         )
     flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])

@@ -36,7 +36,7 @@ def arguments(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return queries, keys, values and options for a function that accepts the arguments `accepted`.
 
-    If it does not accept grouped heads, repeat key/value heads. If it does not accept a scale, scale the queries.
+    If the function does not accept grouped heads, repeat key/value heads; without a scale argument, scale queries.
     """
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if "enable_gqa" in accepted:

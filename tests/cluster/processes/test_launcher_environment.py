@@ -56,5 +56,5 @@ def test_an_address_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyP
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29700"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'nowhere.invalid', which has no address here: set it to one"):
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'nowhere.invalid', which this machine cannot resolve"):
         join("cpu")

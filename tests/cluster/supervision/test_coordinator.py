@@ -126,7 +126,7 @@ def test_ranks_are_placed_on_unequal_machines_or_refused() -> None:
     assert each(13) == [8, 4, 1]
     assert each(6) == [3, 2, 1]
     assert each(3) == [1, 1, 1]
-    refused = r"ranks is 14, but of 13 devices, machine 0 has 8, machine 1 has 4, .*: set ranks to at most 13"
+    refused = r"ranks is 14, but there are 13 devices \(machine 0 has 8, machine 1 has 4, .*\): set ranks to at most 13"
     with pytest.raises(ValueError, match=refused):
         nodes.place(14, (8, 4, 1))
     shared = nodes.place(6, (1, 1, 1))
