@@ -1,4 +1,4 @@
-"""Communicators of one executable.
+"""An executable's communicators.
 
 Traffic is separated because a connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits
 17-45 ms in the same gloo group, and 0.2-2.7 ms in a separate group.

@@ -1,4 +1,4 @@
-"""Network interface for gloo.
+"""gloo's network interface.
 
 By default, gloo listens at the address that the host's name resolves to (127.0.1.1 on Debian).
 """

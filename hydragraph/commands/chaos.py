@@ -56,21 +56,21 @@ def chaos_command(options: ChaosOptions) -> None:
         strikes = disturbed_run.draw(counts, options.seed)
         peaceful, stormy = disturbed_run.prepared(config, folder, len(strikes), counts["preempt"])
         single = disturbed_run.alone(peaceful, folder)
-        with console.status("training disturbed") as status:
+        with console.status("training with faults") as status:
 
             def stepped(step: int, struck: int) -> None:
-                status.update(f"training disturbed: step {step}, {struck} of {len(strikes)} faults")
+                status.update(f"training with faults: step {step}, {struck} of {len(strikes)} injected")
 
             machines = disturbed_run.MACHINES if counts["preempt"] else 1
             disturbed = disturbed_run.run(stormy, strikes, stepped, machines=machines)
         last = max((m.step for m in disturbed.metrics), default=1)
-        with console.status("training undisturbed"):
+        with console.status("training without faults"):
             undisturbed = disturbed_run.run(peaceful, until=last).until(last)
         if undisturbed.code:
             raise ValueError(f"the run fails even without injected faults: {undisturbed.ending}")
         control = None
         if not config.deterministic:
-            with console.status("training undisturbed on one rank, to measure the effect of rounding"):
+            with console.status("training without faults on one rank, to measure the effect of rounding"):
                 control = disturbed_run.run(single, until=last).until(last)
             if control.code:
                 raise ValueError(f"the run fails on one rank: {control.ending}")

@@ -120,8 +120,8 @@ class Executable(Membership):
             request: costs of the strategies' pipelines, in the order of `strategies`.
             static: index of the only strategy to use, or None to choose the best for every step.
             ready_first: whether to keep the current strategies until the new strategies are compiled and checked in the
-                background (see `changing`, `change_refused`). Otherwise, and always with Inductor, the first step of a
-                strategy compiles it.
+                background (see `changing`, `change_refused`). Otherwise, and always with Inductor, a strategy is
+                compiled in its first step.
 
         Raises:
             Unsupported: a strategy does not fit, this rank does not plan, or strategies of the previous call have just

@@ -279,7 +279,7 @@ def seats_of_fewer(world: World) -> Sequence[int]:
 
 
 def begin_with_fewer(exe: Executable, model: nn.Module, world: World, seats: Sequence[int]) -> None:
-    """Distribute the model's weights if fewer ranks have started; all ranks must call this."""
+    """Distribute the model's weights if fewer ranks started than asked for; all ranks must call this."""
     home = home_for(exe.wanted_home, seats)
     profile = costs_for(exe.given_profile, seats, home)
     if exe.given == "auto" and exe.planning.strategies:

@@ -118,7 +118,7 @@ class Session:
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
-            update: digest of this update's settings, or -1 to refuse it.
+            update: digest of this update's settings, or -1 to refuse the update.
         """
         high, low = divmod(digest, 1 << 31)
         return high, low, int(self.saver.failed), stopping, update
@@ -134,7 +134,7 @@ class Session:
         spans: list[TraceEvent] | None,
         says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
-        """Run one prepared iteration.
+        """Run an iteration.
 
         Args:
             says: function that returns this rank's message (`saying`), called after the computation.

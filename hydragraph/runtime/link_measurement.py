@@ -74,7 +74,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs, in which each pair meets once; if `players` is odd, one pauses in each round."""
+    """Return rounds of disjoint pairs; any two players meet once, and if `players` is odd, one pauses in each round."""
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []

@@ -84,7 +84,7 @@ class Standing:
 
     Attributes:
         arrived: complete state that a move brought but to which the rank has not switched yet.
-        called: this process's rank numbers since `held`, in worlds that did not complete a move.
+        called: this process's rank numbers since it got `held`, in worlds that did not complete a move.
     """
 
     held: HeldState

@@ -53,7 +53,7 @@ class OwnedState:
 
     @staticmethod
     def empty(home: HomeState, columns: Columns, kept: OwnedState | None = None) -> OwnedState:
-        """Allocate state, contiguous by bucket and optimizer state; share `kept` tensors of other parameters."""
+        """Allocate a tensor per bucket and state in `columns`; share other parameters' tensors with `kept`."""
         kinds = {(home.pieces[name].bucket, *column) for name, those in columns.items() for column in those.items()}
         room = {
             (bucket, state): torch.empty(len(home.weights[bucket]), dtype=dtype, device=home.weights[bucket].device)

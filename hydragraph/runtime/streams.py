@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hydragraph.ir.instruction import Stream
 
-Mark = Any  # point in a queue
+Mark = Any  # a queue position
 Reading = Any  # a clock's value
 
 
@@ -52,10 +52,10 @@ class DeviceStreams(Protocol):
         """Make later work of the current queue wait for a mark."""
 
     def passed(self, mark: Mark) -> bool:
-        """Return whether the mark's queue has reached it."""
+        """Return whether a queue has reached its mark."""
 
     def reach(self, mark: Mark) -> None:
-        """Make the host wait until a queue has reached its mark."""
+        """Make the host wait until a mark is reached."""
 
     def hold(self, tensor: Tensor) -> None:
         """Keep a tensor's memory until the current queue reaches this point, even if the tensor is dropped."""

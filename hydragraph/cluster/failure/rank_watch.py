@@ -2,7 +2,7 @@
 
 docs/architecture.md lists the detected failures. After a failure:
 
-1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down its communicators'
+1. Waits for the failed rank get a moment to fail with their own errors. Then each process shuts down its communicators'
    sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not answer.
 2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
    middle of a message). To make this possible, waits run on a separate thread.
