@@ -123,7 +123,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
 def compile_graphs(
     costs: Costs, seconds: float | None, backwards: bool = False, ready: Ready = lambda *_: False
 ) -> Costs:
-    """Compile the graphs of all kinds of stages; return costs without kinds that were not `ready` within `seconds`.
+    """Compile the graphs of all kinds of stages; return costs of kinds compiled within `seconds` or already `ready`.
 
     Kinds without sequence parallelism and recomputation are compiled first, or last if `backwards`. Kinds with one
     device per stage are always compiled.

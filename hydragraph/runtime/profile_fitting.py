@@ -319,7 +319,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimize weighted squared relative errors; columns are scaled, because they differ by up to 10^10."""
-    from scipy.optimize import nnls  # imported here, because few ranks fit
+    from scipy.optimize import nnls  # imported here, because few ranks compute fits
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

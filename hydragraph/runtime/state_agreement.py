@@ -83,7 +83,7 @@ class Standing:
     """One rank's states when ranks form a new world.
 
     Attributes:
-        arrived: complete state that a move brought but to which the rank has not switched yet.
+        arrived: complete state brought by a move, to which the rank has not switched yet.
         called: this process's rank numbers since it got `held`, in worlds that did not complete a move.
     """
 
