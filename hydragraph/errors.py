@@ -36,7 +36,7 @@ def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
 
 
 class RankFailure(RuntimeError):  # noqa: N818
-    """Error raised if a rank fails during a collective call. No update was applied.
+    """Raised if a rank fails during a collective call. No update was applied.
 
     Args:
         rank: the rank that failed first.
@@ -59,7 +59,7 @@ class RankFailure(RuntimeError):  # noqa: N818
 
 
 class Stopped(RuntimeError):  # noqa: N818
-    """Error raised on all ranks before a step if any rank was asked to stop. They can still save a checkpoint.
+    """Raised on all ranks before a step if any rank was asked to stop. They can still save a checkpoint.
 
     Args:
         reason: a number, such as a signal number; if ranks have different reasons, the largest.
@@ -74,7 +74,7 @@ class Stopped(RuntimeError):  # noqa: N818
 
 
 class TooFewRanks(RuntimeError):  # noqa: N818
-    """Error raised if too few ranks remain to continue. The remaining ranks can save the complete state."""
+    """Raised if too few ranks remain to continue. The remaining ranks can save the complete state."""
 
     def __init__(self, why: str, remedy: str = "save it, and continue from it with more ranks") -> None:
         super().__init__(f"{why}; the state is complete: {remedy}")
@@ -86,11 +86,11 @@ class TooFewRanks(RuntimeError):  # noqa: N818
 
 
 class Unreachable(RuntimeError):  # noqa: N818
-    """Error raised if ranks of two hosts cannot connect. The message names the addresses that were tried."""
+    """Raised if ranks of two hosts cannot connect. The message names the addresses that were tried."""
 
 
 class CallbackFailure(RuntimeError):  # noqa: N818
-    """Error raised by a callback; a note contains its traceback."""
+    """Raised by a callback; a note contains its traceback."""
 
 
 class StillCompiling(RuntimeError):  # noqa: N818
@@ -98,4 +98,4 @@ class StillCompiling(RuntimeError):  # noqa: N818
 
 
 class EndedElsewhere(RuntimeError):  # noqa: N818
-    """Error raised if another machine ended the run. The message gives the reason."""
+    """Raised if another machine ended the run. The message gives the reason."""

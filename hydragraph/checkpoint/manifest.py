@@ -71,7 +71,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
             content["parameters"] = {name: tuple(shape) for name, shape in content["parameters"].items()}
             content["files"] = {_plain(name): SavedFile(**file) for name, file in content["files"].items()}
             if METADATA not in content["files"]:
-                raise ValueError(f"it does not list {METADATA}")
+                raise ValueError(f"{METADATA} is not listed")
             return CheckpointManifest(**content)
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
@@ -109,8 +109,8 @@ def check_model(
     check_shapes(where, parameters, shapes)
     if optimizer is not None and saved != optimizer:
         raise ValueError(
-            f"{where}: it holds the state of {saved or 'no optimizer'}, not of"
-            f" {optimizer}: use the saved run's optimizer, or no optimizer to load only weights"
+            f"{where}: saved with {saved or 'no optimizer'}, not {optimizer}: "
+            "use the saved run's optimizer, or no optimizer to load only weights"
         )
 
 
@@ -134,7 +134,7 @@ def check_shapes(where: str, stored: Mapping[str, tuple[int, ...]], shapes: Mapp
 
 def _plain(name: str) -> str:
     if Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"it names {name!r}, which is not a file of this checkpoint")
+        raise ValueError(f"{name!r} is not a file of this checkpoint")
     return name
 
 

@@ -23,7 +23,7 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class Reader(FileSystemReader):
-    """Reader of a checkpoint directory that consists of `files`."""
+    """Reader of a checkpoint that consists of `files`."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)
@@ -62,4 +62,4 @@ class _Plain(pickle.Unpickler):
         named = getattr(importlib.import_module(module), name, None) if module in _PLAIN else None
         if isinstance(named, type) and (dataclasses.is_dataclass(named) or issubclass(named, Enum)):
             return cast(Any, named)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
+        raise pickle.UnpicklingError(f"the pickle names {module}.{name}, which could run code")

@@ -128,7 +128,7 @@ def _states(home: HomeState, optimizer: torch.optim.Optimizer) -> Iterable[tuple
         for state, value in optimizer.state.get(parameter, {}).items() if parameter.numel() else ():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise Unsupported(
-                    f"its state {state} has shape {tuple(value.shape)}, but the shard has {parameter.numel()} elements",
+                    f"state {state} has shape {tuple(value.shape)}, but the shard has {parameter.numel()} elements",
                     where=f"optimizer {type(optimizer).__name__}, parameter {name}",
                     remedy="use an optimizer whose states have one value per element or per parameter",
                 )

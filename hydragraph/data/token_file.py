@@ -102,7 +102,7 @@ class TokenFile:
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
         if offsets[0] != 0 or offsets[-1] != header.tokens or (lengths < 1).any():
-            raise ValueError(_corrupt(path, "its document offsets do not cover its tokens"))
+            raise ValueError(_corrupt(path, "the document offsets do not cover all tokens"))
         lengths.flags.writeable = False
         header_fields = (header.vocabulary, header.end_of_text, bool(header.targeted), header.digest.hex())
         return cls(path, lengths, *header_fields, tokens, offsets)
@@ -268,7 +268,7 @@ def _read_header(path: Path) -> _Header:
         raise ValueError(f"token file {path} has version {version}, expected {_VERSION}: delete it and rerun")
     header = _Header(*fields)
     if data != header.pack():
-        raise ValueError(_corrupt(path, "its header does not match the header's hash"))
+        raise ValueError(_corrupt(path, "the header does not match its hash"))
     if size != header.file_bytes:
         raise ValueError(_corrupt(path, f"expected {header.file_bytes} bytes, found {size}"))
     return header

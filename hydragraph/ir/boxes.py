@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor. Its elements are consecutive in the interval, from position `at` on."""
+    """Axis-aligned box in a tensor, whose elements are consecutive in the interval, starting at position `at`."""
 
     offsets: Extent
     sizes: Extent

@@ -25,7 +25,7 @@ class Deadlock:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks that each wait for the next: a cycle that repeats its first rank, or a path to a rank that ended."""
+        """Ranks, each waiting for the next: a cycle that ends with its first rank, or a path to a rank that ended."""
         path = [min(self.waits)]
         while path[-1] in self.waits and path[-1] not in path[:-1]:
             path.append(self.waits[path[-1]][0])
@@ -36,8 +36,8 @@ def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
     """Simulate all ranks' programs over gloo, given in rank order; return None if all programs end.
 
     Sends never wait. Every other instruction waits whenever gloo could make it wait: for a message, for tensor-parallel
-    peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL with a
-    communicator for each pair of ranks and direction (`tests.ir.queues`).
+    peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL if each
+    ordered pair of ranks has its own communicator (`tests.ir.queues`).
     """
     simulation = _Simulation(programs).run()
     waits = simulation.waits()

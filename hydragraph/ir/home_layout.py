@@ -21,7 +21,7 @@ class HomeLayouts:
     """
 
     def __init__(self, home: Home, ranks: int) -> None:
-        assert home.rule is None, f"home {home}: owners must be chosen before layouts are made"
+        assert home.rule is None, f"home {home}: choose owners (`Home.on`) before making layouts"
         home.check(ranks)
         self.home = home
         self.ranks = ranks

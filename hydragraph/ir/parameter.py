@@ -189,7 +189,7 @@ class Bucket:
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """Shape and rule of each parameter; equal forms have equal layouts."""
+        """Shape and rule of each parameter; buckets with equal forms have equal layouts."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:

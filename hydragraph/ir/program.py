@@ -137,7 +137,7 @@ class Program:
 
     @cached_property
     def drops(self) -> bool:
-        """Whether training uses dropout, so that batches have dropout keys (`kernels.philox`)."""
+        """Whether training uses dropout; if so, batches have dropout keys (`kernels.philox`)."""
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:

@@ -98,19 +98,19 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
         if len(program.layers) != max(visits.values(), default=0):
-            raise VerificationError(f"its header has {len(program.layers)} layer ranges, not one per stage", rank)
+            raise VerificationError(f"the header has {len(program.layers)} layer ranges, not one per stage", rank)
         if (program.rank, program.ranks) != (rank, len(programs)):
             raise VerificationError(
-                f"its header says rank {program.rank} of {program.ranks}; give all programs in rank order", rank
+                f"the header says rank {program.rank} of {program.ranks}; give all programs in rank order", rank
             )
         if program.strategy != programs[0].strategy:
-            raise VerificationError(f"its strategy is {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
+            raise VerificationError(f"the strategy is {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
         for role in program.roles:
             first = pipelines[role.pipeline].setdefault(role.stage, program)
             if rank not in program.tp or _place(program) != _place(first):
                 raise VerificationError(
-                    f"its place {_place(program)} does not contain this rank, or differs from rank {first.rank}'s "
-                    f"place {_place(first)}",
+                    f"the roles, ranks and layers {_place(program)} omit this rank, or differ from "
+                    f"rank {first.rank}'s: {_place(first)}",
                     rank,
                 )
     for pipeline, stages in pipelines.items():
@@ -136,16 +136,16 @@ def _check_pipeline(
                 f"stage {stage} starts at layer {first}, but stage {i} must start at {layer}", program.rank
             )
         if not runs or role.micro_batches != runs:
-            raise VerificationError("the stages of its pipeline have different micro-batches, or none", program.rank)
+            raise VerificationError("the pipeline's stages have different micro-batches, or none", program.rank)
         others = {m for other in program.roles if other.pipeline != pipeline for m in other.micro_batches}
         if not others.isdisjoint(runs):
-            raise VerificationError("pipelines that share its stage use the same micro-batch number", program.rank)
+            raise VerificationError("pipelines that share this stage use the same micro-batch number", program.rank)
         for rank in program.tp:
             if rank >= len(programs) or _place(programs[rank]) != _place(program):
-                raise VerificationError(f"its tensor-parallel peer {rank} has a different place", program.rank)
+                raise VerificationError(f"tensor-parallel peer {rank} has different roles or layers", program.rank)
         layer = end
     if layer != outline.layers:
-        raise VerificationError(f"its pipeline ends at layer {layer} of {outline.layers}", program.rank)
+        raise VerificationError(f"the pipeline ends at layer {layer} of {outline.layers}", program.rank)
 
 
 def _role(program: RankProgram, pipeline: int, stage: int) -> Role:
@@ -192,7 +192,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
             raise _fail(program, index, "this rank should not run this instruction, or has already run it")
         if values != (_of_buckets(instruction.reads), _of_buckets(instruction.writes)):
             reads, writes = (", ".join(sorted(names)) for names in values)
-            raise _fail(program, index, f"it should read ({reads}) and write ({writes})")
+            raise _fail(program, index, f"this instruction should read ({reads}) and write ({writes})")
     for work, target, m in missing:
         raise VerificationError(f"{_DESCRIBED[work]} {target} [{m}] is missing", program.rank)
 
@@ -204,7 +204,7 @@ def _check_copy(program: RankProgram, index: int) -> None:
     out = instruction.op is Op.OFFLOAD
     reads, writes = ((saved,), (offloaded, copying)) if out else ((offloaded,), (fetched,))
     if (instruction.reads, instruction.writes) != tuple(tuple(make(*of) for make in made) for made in (reads, writes)):
-        raise _fail(program, index, f"it should {instruction.op.value} only the saved values of its block")
+        raise _fail(program, index, f"this instruction should {instruction.op.value} only its block's saved values")
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
@@ -265,7 +265,7 @@ def _check_values(program: RankProgram) -> None:
         for values in (instruction.reads, instruction.writes):
             if len(set(values)) < len(values):
                 twice = next(value for value in values if values.count(value) > 1)
-                raise _fail(program, index, f"it names {twice} twice")
+                raise _fail(program, index, f"this instruction names {twice} twice")
         for value in instruction.reads:
             if value not in alive:
                 why = f"instruction {freed[value]} freed it" if value in freed else "no earlier instruction makes it"
@@ -275,7 +275,8 @@ def _check_values(program: RankProgram) -> None:
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
-            raise _fail(program, index, f"it should wait for the values that it reads from other streams: {expected}")
+            what = f"this instruction should wait for the values that it reads from other streams: {expected}"
+            raise _fail(program, index, what)
         if instruction.op is Op.FREE:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
@@ -308,7 +309,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
         for program, _ in ones[1:]:
             for bucket, (index, entered) in zip(expected, _of(program, op), strict=True):
                 if bucket != entered.target:
-                    raise _fail(program, index, f"rank 0 runs the {op.value} of {bucket} instead; use one order")
+                    raise _fail(program, index, f"rank 0 runs the {op.value} of {bucket} instead; use the same order")
 
 
 def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
@@ -346,7 +347,7 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
             over.append(under_way.popleft())
         if [value for value in instruction.after if value not in instruction.reads] != over:
             expected = f"these earlier exchanges: {', '.join(over)}" if over else "no earlier exchange"
-            raise _fail(program, index, f"it should wait for {expected}")
+            raise _fail(program, index, f"this instruction should wait for {expected}")
         under_way.append(named(instruction.target))
 
 
@@ -365,8 +366,8 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
         raise VerificationError(
-            f"it has {ops.count(Op.COMMIT)} commits (mode {mode} requires 1) and {ops.count(Op.UPDATE)} updates "
-            f"(mode {mode} requires {update})",
+            f"the program has {ops.count(Op.COMMIT)} commits (mode {mode} requires 1) and {ops.count(Op.UPDATE)} "
+            f"updates (mode {mode} requires {update})",
             program.rank,
         )
     commit = ops.index(Op.COMMIT)
@@ -386,7 +387,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
         if value.kind in RULES[Op.COMMIT].reads
     }
     if set(program.instructions[commit].reads) != results:
-        raise _fail(program, commit, f"it should read ({', '.join(sorted(results))})")
+        raise _fail(program, commit, f"the commit should read ({', '.join(sorted(results))})")
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
@@ -407,7 +408,7 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
             if sent is None:
                 raise _fail(programs[target], received[0], f"rank {source} has no matching send")
             if sent[1] != received[1]:
-                what = f"rank {source} sends {sent[1]} instead (its instruction {sent[0]}); use one order"
+                what = f"rank {source} sends {sent[1]} instead (in instruction {sent[0]}); use the same order"
                 raise _fail(programs[target], received[0], what)
 
 
@@ -435,7 +436,7 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
             program, index, f"rank {instruction.peer} is the wrong peer: this rank exchanges the value with {allowed}"
         )
     if instruction.op is Op.SEND and instruction.writes != (message(value, instruction.peer),):
-        raise _fail(program, index, f"it should write only {message(value, instruction.peer)}")
+        raise _fail(program, index, f"the send should write only {message(value, instruction.peer)}")
     return value
 
 

@@ -259,7 +259,7 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer without its copies; call `copy_to` again."""
+        """Restore a copied or unpickled optimizer; call `copy_to` again to set its 16-bit copies."""
         for group in state.get("param_groups", ()):
             refuse_amsgrad(group)
         super().__setstate__(state)

@@ -77,7 +77,7 @@ def _forward(
         first: index of this rank's first head, times `unit`, 0-d int64 on the CPU; None: this rank has all heads.
     """
     if keys is None or block is None:
-        raise AssertionError("hydragraph::attention_dropout needs keys except while a model is traced")
+        raise AssertionError("hydragraph::attention_dropout needs dropout keys, except while tracing")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     values = widened(v)
     place = (keys, 0 if first is None else int(first) // unit, call_word(int(block), call), p)

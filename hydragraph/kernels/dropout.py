@@ -28,7 +28,7 @@ _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Form:
-    """Sizes of a call; of the features [outer, whole, inner], x contains [:, first : first + length]."""
+    """Sizes of a call; x contains part [:, first : first + length] of the features [outer, whole, inner]."""
 
     tokens: int
     after: int  # elements after the token dimension
@@ -134,7 +134,7 @@ def _dropout(
         whole: size of dimension `dim` on all ranks.
     """
     if keys is None or block is None:
-        raise AssertionError("hydragraph::dropout needs keys except while a model is traced")
+        raise AssertionError("hydragraph::dropout needs dropout keys, except while tracing")
     require_one_device("dropout", {"x": x, "keys": keys})
     form = _form(x, token_dim, first, dim, whole, scale)
     word = call_word(int(block), call)

@@ -174,7 +174,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 @torch.library.custom_op("hydragraph::scaled", mutates_args=())
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Scale a gradient without a wide copy."""
+    """Scale a gradient without an fp32 copy."""
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 

@@ -78,7 +78,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """In this context, calls wait until another process has compiled the function or `ended` returns True.
+    """Calls of an uncompiled function in this context wait until another process compiles it or `ended` returns True.
 
     `ended` may raise `StillCompiling`.
     """

@@ -50,7 +50,7 @@ class Inlined:
     function: Callable[..., Any]
 
     def __call__(self, *_: Any) -> Any:
-        raise AssertionError(f"{self.function.__name__} runs only in kernels")
+        raise AssertionError(f"{self.function.__name__} runs only in Triton kernels")
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:

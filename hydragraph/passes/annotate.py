@@ -57,7 +57,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # The push sums partial gradients of parameters, but some users of a mixed parameter give complete ones.
+        # The push sums partial gradients of parameters; parameters in `mixed` also get complete gradients.
         whole = _whole_operands(node, cuts) - unsummed if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}

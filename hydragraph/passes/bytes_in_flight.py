@@ -13,7 +13,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait until its bucket fits in the limit; a bucket alone always fits."""
+    """Make every pull or push wait until its bucket fits in the limit; a single bucket always fits."""
     room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()
@@ -35,7 +35,7 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put a rank's pulls before its work; run a forward between pulls once a pull waits for the forward's weights.
+    """Put a rank's pulls before its work, but run a forward after the first pull that waits for the forward's weights.
 
     Only a first stage runs forwards between pulls; a later stage would have to wait for a hidden state.
     """

@@ -63,7 +63,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return a loss's head; None for class weights, probabilities, means, smoothed token losses, or a bias."""
+    """Return a loss's head; None if it uses an unsupported option, such as class weights, a mean, or a bias."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)

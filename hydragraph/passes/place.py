@@ -138,7 +138,7 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """Whether any stage with micro-batches streams."""
+        """Whether any stage with micro-batches streams weights or gradients."""
         return any(stage.stream for stage in self.stages)
 
     @cached_property

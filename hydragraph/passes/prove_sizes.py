@@ -61,7 +61,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """
     placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
-        raise Unsupported(f"its trace assumed {what}, which not all batches satisfy", where=where, remedy=_REMEDY)
+        raise Unsupported(f"the trace assumed {what}, which not all batches satisfy", where=where, remedy=_REMEDY)
     # Proof 3. A number may also come from a dimension of the model.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
@@ -148,7 +148,7 @@ class _Elsewhere(fx.Interpreter):
     def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
         if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
-            # PyTorch may record a wrong number of dimensions (a loss without reduction).
+            # PyTorch may record a wrong number of dimensions (as for a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"yields {list(result.shape)}, not {expected}, at {self._sizes_text()}")
         elif isinstance(result, tuple | list) and isinstance(value, tuple | list):
@@ -158,7 +158,7 @@ class _Elsewhere(fx.Interpreter):
     def _refusal(self, n: fx.Node, what: str) -> Unsupported:
         remedy = "pass output_size=, such as the number of tokens" if "without output_size" in what else _REMEDY
         return Unsupported(
-            f"its graph is valid only for the example: {n.target} {what}", where=self._where, remedy=remedy
+            f"the graph is valid only for the example: {n.target} {what}", where=self._where, remedy=remedy
         )
 
     def _sizes_text(self) -> str:

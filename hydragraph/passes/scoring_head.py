@@ -101,7 +101,7 @@ def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
         return next(iter(by_logits.values()))
     several = "log-probabilities of several logits tensors" if by_logits else "no log-probability per token"
     raise Unsupported(
-        f"its loss has {several}",
+        f"the loss has {several}",
         where=model,
         remedy="compile with a loss that, like the default loss, makes exactly one call of "
         "hydragraph.token_logprobs(outputs, batch), or of cross_entropy with logits [T, V] and the batch's labels",

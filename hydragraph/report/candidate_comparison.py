@@ -88,7 +88,7 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches; infinite if one does not fit, and `bound` if they were not assigned.
+        seconds: mean over the mini-batches; infinite if one does not fit; `bound` if mini-batches were not assigned.
         alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
         wins: number of mini-batches on which this candidate is the fastest.
     """

@@ -125,7 +125,7 @@ def _span(low: float, high: float) -> tuple[float, float]:
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return a chart of bytes over an iteration; the limit is shown only if the peak is close."""
+    """Return a chart of bytes over an iteration; the limit is shown only if the peak is close to it."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0

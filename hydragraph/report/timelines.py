@@ -25,7 +25,7 @@ from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 MOST_BARS = 24_000
 # Maximum ranks with separate lanes.
 EVERY = 32
-# Maximum lanes; of more, evenly spaced ones are shown.
+# Maximum lanes; if there are more, evenly spaced ones are shown.
 MOST_LANES = 256
 # Shortest interval in which bars are merged, as a fraction of the iteration.
 FINEST = 1 / 4000

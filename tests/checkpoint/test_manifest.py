@@ -60,11 +60,11 @@ def test_a_forged_manifest_names_no_files_elsewhere(name: str, made: Path, group
     manifest = json.loads((made / "complete.json").read_text())
     forged = {**manifest, "files": {**manifest["files"], name: {"bytes": 1, "sha256": ""}}}
     (made / "complete.json").write_text(json.dumps(forged))
-    with pytest.raises(Damaged, match=r"complete\.json is damaged .*which is not a file of this checkpoint"):
+    with pytest.raises(Damaged, match=r"complete\.json is damaged .* is not a file of this checkpoint"):
         save_and_load.load(made, *make(ALONE), groups)
     del manifest["files"][".metadata"]
     (made / "complete.json").write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match=r"it does not list \.metadata"):
+    with pytest.raises(Damaged, match=r"\.metadata is not listed"):
         save_and_load.load(made, *make(ALONE), groups)
 
 
@@ -75,7 +75,7 @@ def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> No
     renamed = Model((*MODEL.buckets[:2], Bucket("tiny", (Parameter("small", (2,)),), ("head",))))
     with pytest.raises(ValueError, match=r"tiny is \[2\] .*missing in the model; small is missing in the checkpoint"):
         save_and_load.load(made, *make(ALONE, model=renamed), groups)
-    with pytest.raises(ValueError, match="holds the state of AdamW, not of SGD"):
+    with pytest.raises(ValueError, match="saved with AdamW, not SGD"):
         save_and_load.load(made, *make(ALONE, sgd), groups)
     with pytest.raises(
         ValueError, match=r"and this optimizer has 1; parameters in different groups: \['layer.0.norm'\]"

@@ -65,7 +65,7 @@ def test_a_file_that_names_anything_else_runs_nothing(saved: Path, call: Any, na
     mark = saved / "ran"
     argument = f"touch {mark}" if call is os.system else f"open({str(mark)!r}, 'w')"
     write(saved, Runs(call, argument))
-    with pytest.raises(ValueError, match=rf"\.metadata cannot be read .*it names ({name}), which could run code"):
+    with pytest.raises(ValueError, match=rf"cannot be read .*the pickle names ({name}), which could run code"):
         reader(saved).read_metadata()
     assert not mark.exists()
 
@@ -88,7 +88,7 @@ def test_files_elsewhere_are_refused(saved: Path, path: str) -> None:
 
 
 def test_a_file_that_nobody_has_checked_is_refused(saved: Path) -> None:
-    with pytest.raises(Damaged, match=r"names '__0_0\.distcp', which is not a file of this checkpoint"):
+    with pytest.raises(Damaged, match=r"'__0_0\.distcp'.* is not a file of this checkpoint"):
         Reader(saved, [".metadata"]).read_metadata()
 
 

@@ -256,7 +256,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(results: Results) -> None:
     assert [kind for kind, _ in coordinator] == ["OSError", "RankFailure", "RankFailure"]
     for outcomes, kind, said in (
         (extra, "ValueError", "extra['step'] is not plain data"),
-        (other, "ValueError", "holds the state of AdamW, not of SGD"),
+        (other, "ValueError", "saved with AdamW, not SGD"),
         (missing, "Damaged", "__2_0.distcp is missing"),
         (diverged, "ValueError", "the optimizer state of embed.weight"),
     ):

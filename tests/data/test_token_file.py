@@ -122,7 +122,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize("at", range(128))
 def test_any_changed_byte_of_the_header_is_found_when_opening(path: Path, at: int) -> None:
     flip(path, at)
-    what = "is not a token file" if at < 8 else "has version" if at < 12 else "truncated or corrupt: its header"
+    what = "is not a token file" if at < 8 else "has version" if at < 12 else "truncated or corrupt: the header"
     with pytest.raises(ValueError, match=what):
         TokenFile.open(path)
 
@@ -148,7 +148,7 @@ def test_checking_reads_a_part_at_a_time_and_tells_how_far_it_is(path: Path, mon
 @pytest.mark.parametrize("at", [-8 * (len(SOURCES) + 1), -8, -8 * 3 + 6])
 def test_offsets_that_do_not_fit_are_found_when_opening(path: Path, at: int) -> None:
     flip(path, at)
-    with pytest.raises(ValueError, match="its document offsets do not cover its tokens; delete it and rerun"):
+    with pytest.raises(ValueError, match="the document offsets do not cover all tokens; delete it and rerun"):
         TokenFile.open(path)
 
 

@@ -101,7 +101,7 @@ def changed(text, **fields):
         ),
         (
             changed("backward layer.1 [0] (t.", micro_batch=1),
-            r"this rank should not run this instruction|it should read",
+            r"this rank should not run this instruction|instruction should read",
         ),
     ],
 )
@@ -148,19 +148,19 @@ def test_untouched_programs_verify(mode):
         (
             0,
             changed("free h1.0", reads=(activation(1, 0),) * 2),
-            r"rank 0, .*`compute free h1.0, h1.0`: it names h1.0 tw",
+            r"rank 0, .*`compute free h1.0, h1.0`: this instruction names h1.0 tw",
         ),
         (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but no earlier"),
-        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: .*it should wait .*: h1.0"),
+        (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: .*should wait .*: h1.0"),
         (
             0,
             changed("forward embed [0]", after=(weights("word"), aux(0))),
-            r"rank 0, .*embed \[0\].*it should wait for the values that it reads from other streams: W.word",
+            r"rank 0, .*embed \[0\].*instruction should wait for the values that it reads from other streams: W.word",
         ),
         (
             0,
             changed("forward aux [1]", writes=(aux(0),)),
-            r"rank 0, .*forward aux \[1\]`: it should read \(\) and write",
+            r"rank 0, .*forward aux \[1\]`: this instruction should read \(\) and write",
         ),
         # Computation.
         (0, dropped("backward embed [1]"), r"rank 0: backward embed \[1\] is missing"),
@@ -170,7 +170,7 @@ def test_untouched_programs_verify(mode):
             changed("forward aux [1]", micro_batch=0),
             r"rank 3, .*forward aux \[0\]`: this rank should not run this instruction, or",
         ),
-        (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*it should read \(W.word, a.0\)"),
+        (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*should read \(W.word, a.0\)"),
         (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull may not use h1.0, h1.0>2"),
         (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is last used here, but is never freed"),
         (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*every message must be freed before the commit"),
@@ -178,7 +178,7 @@ def test_untouched_programs_verify(mode):
         (
             0,
             changed("free h1.0>2", after=()),
-            r"rank 0, .*it should wait for the values that it reads from other streams: h1.0>2",
+            r"rank 0, .*instruction should wait for the values that it reads from other streams: h1.0>2",
         ),
         # Exchanges.
         (
@@ -206,8 +206,8 @@ def test_untouched_programs_verify(mode):
             r"rank 3, .*`compute commit .*: instruction \d+ `push link G.word -> home ",
         ),
         (3, moved("update", "commit"), r"rank 3, .*`compute update`: the update must follow the commit"),
-        (4, dropped("commit"), r"rank 4: it has 0 commits \(mode train requires 1\) and 1 updates"),
-        (3, changed("commit", reads=()), r"rank 3, .*(last used here, but is never freed|it should read)"),
+        (4, dropped("commit"), r"rank 4: the program has 0 commits \(mode train requires 1\) and 1 updates"),
+        (3, changed("commit", reads=()), r"rank 3, .*(last used here, but is never freed|the commit should read)"),
     ],
 )
 def test_tampered_programs_are_caught(rank, edit, message):
@@ -256,13 +256,13 @@ def test_pull_behind_a_receive_is_a_deadlock():
 @pytest.mark.parametrize(
     ("rank", "fields", "message"),
     [
-        (1, {"rank": 0}, "rank 1: its header says rank 0 of 5"),
-        (1, {"strategy": "other"}, "rank 1: its strategy is other, but rank 0 has"),
-        (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: its place .* differs from rank 0's"),
-        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: its tensor-parallel peer 1 has a different place"),
+        (1, {"rank": 0}, "rank 1: the header says rank 0 of 5"),
+        (1, {"strategy": "other"}, "rank 1: the strategy is other, but rank 0 has"),
+        (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: the roles, ranks and layers .* differ from rank 0's"),
+        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: tensor-parallel peer 1 has different roles or layers"),
         (2, {"layers": ((0, 2),)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
-        (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: the stages of its pipeline have different micro-batches"),
-        (3, {"layers": ((0, 1),)}, "rank 3: its pipeline ends at layer 1 of 2"),
+        (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: the pipeline's stages have different micro-batches"),
+        (3, {"layers": ((0, 1),)}, "rank 3: the pipeline ends at layer 1 of 2"),
     ],
 )
 def test_places_that_do_not_fit_together_are_caught(rank, fields, message):
@@ -270,8 +270,8 @@ def test_places_that_do_not_fit_together_are_caught(rank, fields, message):
 
 
 def test_programs_of_the_other_mode_are_caught():
-    refused(programs(mode="evaluate"), r"it should read")
-    refused(programs(), r"it should read", "evaluate")
+    refused(programs(mode="evaluate"), r"instruction should read")
+    refused(programs(), r"instruction should read", "evaluate")
 
 
 def test_a_missing_rank_is_caught():
@@ -284,14 +284,14 @@ SHARING = Outline(("embed", "layer.0", "layer.1", "head"), tuple((b, (b,)) for b
 @pytest.mark.parametrize(
     ("rank", "roles", "message"),
     [
-        (2, (Role(0, 1, range(2)),), "rank 1: its pipeline ends at layer 1 of 2"),
+        (2, (Role(0, 1, range(2)),), "rank 1: the pipeline ends at layer 1 of 2"),
         (
             2,
             (Role(0, 1, range(2)), Role(1, 1, range(2, 4))),
-            "rank 2: the stages of its pipeline have different micro-batches",
+            "rank 2: the pipeline's stages have different micro-batches",
         ),
         (2, (Role(0, 1, range(2)), Role(1, 1, range(1))), "rank 2: .* use the same micro-batch number"),
-        (1, (Role(1, 0, range(4, 5)),), "rank 2: the stages of its pipeline have different micro-batches"),
+        (1, (Role(1, 0, range(4, 5)),), "rank 2: the pipeline's stages have different micro-batches"),
     ],
 )
 def test_roles_of_a_shared_stage_that_do_not_fit_are_caught(rank, roles, message):

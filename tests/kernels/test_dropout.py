@@ -88,7 +88,7 @@ def test_the_gradient_has_the_mask_of_the_forward() -> None:
 
 
 def test_a_model_that_is_traced_alone_may_lack_keys() -> None:
-    with pytest.raises(AssertionError, match="needs keys except while a model is traced"):
+    with pytest.raises(AssertionError, match="needs dropout keys, except while tracing"):
         drop(torch.ones(1, 2, 2), None, None, None, 0.5, 0, 1, 0, 0, 1)
 
 

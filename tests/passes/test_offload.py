@@ -100,8 +100,8 @@ def test_broken_copies_are_found() -> None:
         (without(program, Op.FETCH), "no earlier instruction makes it"),
         (without(program, Op.OFFLOAD), "no earlier instruction makes it"),
         (other(program, Op.OFFLOAD, after=()), "should wait for the values that it reads from other streams"),
-        (other(program, Op.FETCH, target="layer.5"), "it should fetch only the saved values"),
-        (other(program, Op.OFFLOAD, micro_batch=3), "it should offload only the saved values"),
+        (other(program, Op.FETCH, target="layer.5"), "this instruction should fetch only its block's saved values"),
+        (other(program, Op.OFFLOAD, micro_batch=3), "this instruction should offload only its block's saved values"),
     ):
         with pytest.raises(VerificationError, match=what):
             verify((broken,), MODEL)

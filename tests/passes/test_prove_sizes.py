@@ -95,7 +95,7 @@ class Own(nn.Module):
 def test_a_backward_that_bakes_a_size_is_refused_by_name() -> None:
     with mock.patch("hydragraph.frontend.capture.refuse_unproven"):  # which knows of no such operator
         program = hg.capture(Own())
-    with pytest.raises(Unsupported, match=r"head, with its gradient: its trace assumed .* = 227"):
+    with pytest.raises(Unsupported, match=r"head, with its gradient: the trace assumed .* = 227"):
         hg.precompile(program, [hg.Strategy.parse("<tp1,pp1>", layers=1)])
 
 

@@ -74,5 +74,5 @@ def of_two_temperatures(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     ("loss", "what"), [(squares, "no log-probability per token"), (of_two_temperatures, "several")]
 )
 def test_a_loss_without_a_single_log_probability_is_refused(loss: Callable[..., Tensor], what: str) -> None:
-    with pytest.raises(hg.Unsupported, match=f"its loss has .*{what}"):
+    with pytest.raises(hg.Unsupported, match=f"the loss has .*{what}"):
         scoring_program(hg.capture(gpt2(layers=1), loss=loss))
