@@ -35,13 +35,13 @@ _position = _Position()
 
 
 def at_rank(rank: int, ranks: int) -> None:
-    """Set the rank of this process; the runtime calls this when the process joins."""
+    """Set this process's rank; the runtime calls this when the process joins."""
     _position.rank = rank
     _position.ranks = ranks
 
 
 def at_step(step: int) -> None:
-    """Set the step of this process; the executable calls this in every step."""
+    """Set this process's step; the executable calls this in every step."""
     _position.step = step
 
 

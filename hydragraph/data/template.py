@@ -80,7 +80,7 @@ class ChatTemplate:
                 refusal = refusal or error
                 continue
             return written
-        assert refusal is not None, "`_ways` yields at least one form"
+        assert refusal is not None, "`_ways` must yield a form"
         raise refusal
 
     def render(

@@ -79,7 +79,7 @@ def value_of(node: Any) -> Any:
     """Return a node's traced value (fake tensor, size, tuple), or None."""
     if not isinstance(node, fx.Node):
         return None
-    # A node of a decoded graph builds "val" on first use.
+    # A node of a decoded graph builds its value on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")

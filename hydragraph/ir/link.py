@@ -144,7 +144,7 @@ def sums_stay(source: Layout, target: Layout) -> bool:
 
 
 def _local(link: Callable[[int | None], Slices], ranks: Sequence[int]) -> bool:
-    # Try one rank first: this is fast, and usually finds a slice that travels.
+    # Try one rank first: this is fast, and usually finds a slice between two ranks.
     return all(not len(link(rank).travelling) for rank in (*ranks[:1], None))
 
 

@@ -77,7 +77,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
     going = before[at - 1].micro_batch
     stage = placement.stage_of[rank]
     beats = placement.beats(stage)
-    assert going is not None, "a backward has a micro-batch"
+    assert going is not None, "a backward needs a micro-batch"
     here, there = instruction.writes[0].position + 1, placement.outline.index[before[at - 1].target]
     arrives = beats[stage.role_of(coming, stage.visit_of(here))].arrives_at(coming)
     if arrives >= beats[stage.role_of(going, stage.visit_of(there))].returns_at(going):

@@ -143,7 +143,7 @@ class Placement:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Pass results equal for all ranks, cached by mode."""
+        """Results of passes that are equal for all ranks, cached by mode."""
         return {}
 
     def held(self, rank: int) -> frozenset[str]:

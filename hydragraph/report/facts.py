@@ -162,7 +162,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Happened:
-    """Losses, slowdowns and returns of a run's ranks, and their costs.
+    """Departures, slowdowns and returns of a run's ranks, and their costs.
 
     Attributes:
         begin_s: time of the first step, in seconds since 1970.

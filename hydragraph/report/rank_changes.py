@@ -1,4 +1,4 @@
-"""Losses, slowdowns and returns of a run's ranks, and their costs."""
+"""Departures, slowdowns and returns of a run's ranks, and their costs."""
 
 from __future__ import annotations
 
