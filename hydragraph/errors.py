@@ -59,7 +59,7 @@ class RankFailure(RuntimeError):  # noqa: N818
 
 
 class Stopped(RuntimeError):  # noqa: N818
-    """Raised on all ranks before a step if any rank was asked to stop. They can still save a checkpoint.
+    """Raised on all ranks before a step if any rank was asked to stop. Ranks can still save a checkpoint.
 
     Args:
         reason: a number, such as a signal number; if ranks have different reasons, the largest.
@@ -76,7 +76,7 @@ class Stopped(RuntimeError):  # noqa: N818
 class TooFewRanks(RuntimeError):  # noqa: N818
     """Raised if too few ranks remain to continue. The remaining ranks can save the complete state."""
 
-    def __init__(self, why: str, remedy: str = "save it, and continue from it with more ranks") -> None:
+    def __init__(self, why: str, remedy: str = "save the state, and continue with more ranks") -> None:
         super().__init__(f"{why}; the state is complete: {remedy}")
         self.why = why
         self.remedy = remedy

@@ -74,7 +74,7 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
 CALLS: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "an unknown option": (lambda exe, _: exe.step([ids], strategi=OTHER), "step: got an unexpected .*strategi"),
     "no mini-batch": (lambda exe, _: exe.step(), "step: missing a required argument: 'sequences'"),
-    "no checkpoint": (lambda exe, folder: exe.load(folder / "none"), "it has no complete.json"),
+    "no checkpoint": (lambda exe, folder: exe.load(folder / "none"), "has no complete.json"),
     "a path that is none": (lambda exe, _: exe.save(5), "save: 'path' is 5; give a path"),
     "extra data without names": (
         lambda exe, folder: exe.save(folder / "c", extra=[1]),

@@ -63,7 +63,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
             if aside
             else "name a directory that `save` wrote"
         )
-        raise ValueError(f"checkpoint {path}: it has no {MARKER}, so it is incomplete or not a checkpoint: {remedy}")
+        raise ValueError(f"checkpoint {path} has no {MARKER}, so it is incomplete or not a checkpoint: {remedy}")
     try:
         content = json.loads((path / MARKER).read_text())
         version = content["format"]
@@ -76,7 +76,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
     raise ValueError(
-        f"checkpoint {path}: its format is {version}, but this hydragraph reads {FORMAT}: install a newer version"
+        f"checkpoint {path} has format {version}, but this hydragraph reads {FORMAT}: install a newer version"
     )
 
 

@@ -162,7 +162,7 @@ def _found_otherwise(path: str) -> str:
     if set(path) & set("*?"):
         return "name a folder, and select its files with data.suffixes"
     if re.match(r"\w+:/", path):
-        return "download it, and name the file"
+        return "download the file, and name it"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:
         return (
             "correct the path, or download the data set from the Hugging Face Hub in Python with "
@@ -173,9 +173,9 @@ def _found_otherwise(path: str) -> str:
 
 # Files with these suffixes are refused as paths; in directories, they are read only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
-    ".json": "write one JSON object per line to a .jsonl file, or rename it to .txt to read it as text",
-    ".xlsx": "convert it to Parquet: pandas.read_excel(...).to_parquet(...)",
-    **dict.fromkeys((".xz", ".bz2", ".tgz", ".zip", ".tar", ".7z"), "unpack it, and name its files"),
+    ".json": "write one JSON object per line to a .jsonl file, or rename the file to .txt to read text",
+    ".xlsx": "convert the file to Parquet: pandas.read_excel(...).to_parquet(...)",
+    **dict.fromkeys((".xz", ".bz2", ".tgz", ".zip", ".tar", ".7z"), "unpack the archive, and name its files"),
     **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name the text file"),
 }
 

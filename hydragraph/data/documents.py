@@ -160,7 +160,7 @@ class Fields:
             possible.remove("alpaca")
         if len(possible) > 1:
             raise ValueError(
-                f"{place}: its {kind}s {list(names)} fit the formats {' and '.join(possible)}: set format to one of "
+                f"{place}: the {kind}s {list(names)} fit the formats {' and '.join(possible)}: set format to one of "
                 "them"
             )
         return possible[0] if possible else "text"
@@ -411,7 +411,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     for name in _UNTRAINED:
         weight = converted.pop(name, 1)
         if weight not in (0, 1):
-            raise ValueError(f"{where}: its {name} is {weight!r}: give 1, or 0 to exclude the message from training")
+            raise ValueError(f"{where}: the {name} is {weight!r}: give 1, or 0 to exclude the message from training")
         if not weight:
             converted["weight"] = 0
     role = converted.get("role")
@@ -425,7 +425,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if isinstance(content, list):
         content = converted["content"] = _parts(content, where)
     if content is not None and not isinstance(content, str):
-        raise ValueError(f"{where}: its content is {type_text(content)}: give a text")
+        raise ValueError(f"{where}: the content is {type_text(content)}: give a text")
     calls = converted.get("tool_calls")
     if calls is not None:
         converted["tool_calls"] = _calls(calls, where)
@@ -443,7 +443,7 @@ def _parts(parts: Sequence[object], where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind not in (None, "text") or not isinstance(text, str):
-            raise ValueError(f"{where}: its content has a part of type {kind or type(part).__name__}: give only text")
+            raise ValueError(f"{where}: the content has a part of type {kind or type(part).__name__}: give only text")
         texts.append(text)
     return "".join(texts)
 

@@ -103,6 +103,6 @@ def _csv(csv: Any, path: Path, delimiter: str) -> Any:
     other = {";": "write commas", "\t": "call it .tsv", "|": "write commas"}
     found = next((sign for sign in other if len(names) == 1 and sign in names[0]), None)
     if found is not None:
-        raise ValueError(f"{path}: its columns are separated by {found!r}, not by {delimiter!r}: {other[found]}")
+        raise ValueError(f"{path}: the columns are separated by {found!r}, not by {delimiter!r}: {other[found]}")
     texts = csv.ConvertOptions(column_types=dict.fromkeys(names, "string"), check_utf8=False)
     return csv.open_csv(path, convert_options=texts, **how)

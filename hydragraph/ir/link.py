@@ -220,7 +220,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     size = source.size
     lines = int(line.max(initial=0)) + 1
     if size != target.size:
-        raise ValueError(f"link: the source has {size} elements, the target {target.size}: use layouts of one bucket")
+        raise ValueError(f"link: the source has {size} elements, the target {target.size}: use one bucket's layouts")
     cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
 

@@ -94,15 +94,15 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if 0 in self.shape:
-            raise ValueError(f"parameter {self.name}: its shape {self.shape} has no elements; remove it from the model")
+            raise ValueError(f"parameter {self.name} has no elements: shape {self.shape}; remove it from the model")
         if self.rule is not None:
             self._check_rule(self.rule)
 
     def _check_rule(self, rule: ShardRule) -> None:
         if rule.dim >= len(self.shape):
             raise ValueError(
-                f"parameter {self.name}: its rule shards dimension {rule.dim}, but its shape is {self.shape}; give one "
-                "of its dimensions"
+                f"parameter {self.name}: the rule shards dimension {rule.dim}, but the shape is {self.shape}; give a "
+                "dimension of the shape"
             )
         if sum(rule.segments) * rule.unit != self.shape[rule.dim]:
             raise ValueError(

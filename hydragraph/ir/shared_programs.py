@@ -48,7 +48,7 @@ class SharedPrograms(Sequence[RankProgram]):
         for header, kind, peers in zip(self.headers, self.kinds, self.peers, strict=True):
             if len(set(peers)) != len(peers) or len(peers) != counts[kind]:
                 raise ValueError(
-                    f"rank {header.rank}: its peers are {list(peers)}: give {counts[kind]} different peers, one "
+                    f"rank {header.rank}: the peers are {list(peers)}: give {counts[kind]} different peers, one "
                     "for each peer in the program of its kind"
                 )
         object.__setattr__(self, "_places", places)

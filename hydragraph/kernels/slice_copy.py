@@ -398,4 +398,4 @@ def _check(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
     if accumulate and target.dtype not in (torch.float32, torch.float64):
         raise _refused(f"sums in {target.dtype}", "accumulate into fp32, and cast the result once")
     if table.sums and not accumulate:
-        raise _refused("the table's target ranges overlap", "pass accumulate=True to add them up")
+        raise _refused("the table's target ranges overlap", "pass accumulate=True to sum overlaps")

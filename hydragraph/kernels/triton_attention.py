@@ -49,7 +49,7 @@ def _options(settings: AttentionSettings) -> _Options:
 
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return a slot's sequence, and its first token and end."""
+    """Return a slot's sequence, and the sequence's start and end."""
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)

@@ -106,4 +106,4 @@ def _interpreted() -> bool:
 def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
     if len({tensor.device for tensor in tensors.values()}) > 1:
         devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
-        raise Unsupported(devices, where=where, remedy="move them to one device")
+        raise Unsupported(devices, where=where, remedy="move all to one device")

@@ -61,7 +61,7 @@ def varlen_attention(
             "use a query head count that is a multiple of the key/value head count",
         )
     if len({q.dtype, k.dtype, v.dtype}) > 1:
-        raise _refused(f"q of {q.dtype}, k of {k.dtype} and v of {v.dtype}", "cast them to one dtype before the call")
+        raise _refused(f"q of {q.dtype}, k of {k.dtype} and v of {v.dtype}", "cast all three to one dtype")
     _check_options(q, window, chunk, cap, sink)
     if max_length is None:
         max_length = torch.zeros((), dtype=torch.int64)

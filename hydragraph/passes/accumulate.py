@@ -34,7 +34,7 @@ def accumulate(variant: Variant) -> Variant:
     results: Any = graph.graph_copy(variant.backward.graph, {})
     # The hidden state's gradient is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # Add the output now, to count as a user of each gradient.
+    # Add the output now, so that it counts as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None

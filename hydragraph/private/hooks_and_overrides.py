@@ -78,7 +78,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         return apply.__get__(None, kind)(*arguments, **keywords)
 
     def hook(*_: Any, **__: Any) -> Any:
-        raise refuse("a gradient hook on a tensor, which is not traced", "remove it from forward")
+        raise refuse("a gradient hook on a tensor, which is not traced", "remove the hook from forward")
 
     caught: list[str] = []
 

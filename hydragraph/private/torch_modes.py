@@ -21,7 +21,7 @@ def own_modes(where: str) -> Iterator[None]:
     for kind in dict.fromkeys(("cpu", "cuda", device.type)):
         if kind != "meta" and torch.is_autocast_enabled(kind):
             what = f"the call is inside torch.autocast for {torch.get_autocast_dtype(kind)}"
-            remedy = "call it outside of autocast, and pass dtype= to choose the dtype of the computation"
+            remedy = "move the call outside of autocast, and pass dtype= to choose the dtype of the computation"
             raise Unsupported(what, where=where, remedy=remedy)
     if torch.get_default_dtype() is not torch.float32:
         remedy = "call torch.set_default_dtype(torch.float32) after building the model, and pass dtype="

@@ -1,7 +1,7 @@
 """Conversion of simulated and traced iterations to lanes of bars.
 
 Simulated ranks with equal timelines share a lane. If there are too many bars, bars of consecutive blocks of a
-micro-batch are merged, and if necessary bars close to each other.
+micro-batch are merged, then, if necessary, bars close to each other.
 """
 
 from __future__ import annotations

@@ -45,13 +45,13 @@ def test_a_corrupt_byte_is_found_in_every_file(made: Path, groups: Groups) -> No
 
 def test_an_incomplete_checkpoint_is_refused(made: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
-    with pytest.raises(ValueError, match=r"no-such: it has no complete.json"):
+    with pytest.raises(ValueError, match=r"no-such has no complete.json"):
         save_and_load.load(made.parent / "no-such", home, optimizer, groups)
     (made / "complete.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match=r"complete.json is damaged"):
         save_and_load.load(made, home, optimizer, groups)
     (made / "complete.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match=r"its format is 99, but this hydragraph reads 1"):
+    with pytest.raises(ValueError, match=r"has format 99, but this hydragraph reads 1"):
         save_and_load.load(made, home, optimizer, groups)
 
 

@@ -33,7 +33,7 @@ def test_weights_are_those_that_were_saved(tmp_path: Path) -> None:
     shards.unlink()
     with pytest.raises(Damaged, match=r"\.distcp is missing \(expected .*\): export another checkpoint"):
         read_weights(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"it has no complete\.json"):
+    with pytest.raises(ValueError, match=r"has no complete\.json"):
         read_weights(tmp_path)
 
 

@@ -51,7 +51,7 @@ def test_a_damaged_file_is_named(kind: str, tmp_path: Path) -> None:
 
 def test_compressed_archives_and_tables_are_refused_by_name(tmp_path: Path) -> None:
     for name, remedy in (
-        ("a.tar.gz", "unpack it"),
+        ("a.tar.gz", "unpack the archive"),
         ("a.parquet.zst", "decompress it"),
         ("a.json.gz", r"a \.jsonl file"),
     ):

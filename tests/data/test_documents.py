@@ -25,7 +25,7 @@ def test_the_fields_say_what_a_record_holds() -> None:
     assert PLAIN.format_of(["prompt", "completion"], "f:1") == "completion"
     assert Fields(prompt="question", completion="answer").format_of(["question", "answer"], "f:1") == "completion"
     assert Fields(format="chat").format_of(["text", "messages"], "f:1") == "chat"
-    with pytest.raises(ValueError, match=r"f:1: its fields .* fit the formats text and chat: set format"):
+    with pytest.raises(ValueError, match=r"f:1: the fields .* fit the formats text and chat: set format"):
         PLAIN.format_of(["text", "messages"], "f:1")
     with pytest.raises(ValueError, match=r"f:1: no field 'messages': set messages_field to one of \['chat'\]"):
         Fields(format="chat").format_of(["chat"], "f:1")
@@ -59,7 +59,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
         ([{"content": "hi"}], r"f:3: messages\[0\] has no role; its fields are \['content'\]"),
         ([{"role": "", "content": "hi"}], r"f:3: messages\[0\] has no role"),
         ([*HI, {"role": "user"}], r"f:3: messages\[2\]: a message of user has neither content"),
-        ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: its content is an int: give a text"),
+        ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: the content is an int: give a text"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of type image: give only text"),
         ([CALL], r"f:3: messages\[0\]: the arguments of f are not JSON"),
         ([{"role": "assistant", "tool_calls": [{}]}], "a tool call has no function name"),
@@ -143,7 +143,7 @@ def test_weights_and_template_arguments_are_kept() -> None:
     alpaca = PLAIN.document({"instruction": "I", "output": "A", "history": [["q", ""]]}, "alpaca", "f:1")
     assert isinstance(alpaca, AlpacaRecord)
     assert alpaca.messages[1]["weight"] == 0
-    with pytest.raises(ValueError, match=r"f:1: messages\[0\]: its weight is 0.5: give 1, or 0"):
+    with pytest.raises(ValueError, match=r"f:1: messages\[0\]: the weight is 0.5: give 1, or 0"):
         PLAIN.document({"messages": [{**HI[1], "weight": 0.5}]}, "chat", "f:1")
 
 

@@ -104,5 +104,5 @@ def test_a_csv_file_with_rows_of_different_lengths_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(("sign", "way"), [(";", "write commas"), ("\t", r"call it \.tsv")])
 def test_a_csv_file_with_another_separator_is_refused(sign: str, way: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"text{sign}id\na{sign}1\n")
-    with pytest.raises(ValueError, match=rf"a\.csv: its columns are separated by .*, not by ',': {way}"):
+    with pytest.raises(ValueError, match=rf"a\.csv: the columns are separated by .*, not by ',': {way}"):
         list(documents([tmp_path]))

@@ -47,5 +47,5 @@ def test_what_no_rank_has_is_refused_in_the_words_of_the_link(data: st.DataObjec
 
 
 def test_layouts_of_two_buckets_are_refused() -> None:
-    with pytest.raises(ValueError, match="use layouts of one bucket"):
+    with pytest.raises(ValueError, match="use one bucket's layouts"):
         copied(whole(8, 0), whole(9, 1), 2)

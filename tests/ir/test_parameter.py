@@ -133,14 +133,14 @@ def test_rules_are_checked(dim: int, segments: tuple[int, ...], unit: int, messa
 @pytest.mark.parametrize(
     ("shape", "rule", "message"),
     [
-        ((4, 0), None, r"parameter p: its shape \(4, 0\) has no elements"),
-        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule shards dimension 2, but its shape is \(4, 2\)"),
+        ((4, 0), None, r"parameter p has no elements: shape \(4, 0\)"),
+        ((4, 2), ShardRule(2, (4,)), r"parameter p: the rule shards dimension 2, but the shape is \(4, 2\)"),
         (
             (8, 2),
             ShardRule(0, (2, 1), unit=2),
             r"parameter p: segments \(2, 1\) with units of 2 have 6 elements, .* has 8",
         ),
-        ((), ShardRule(0, (1,)), "its rule shards dimension 0"),
+        ((), ShardRule(0, (1,)), "the rule shards dimension 0"),
     ],
 )
 def test_parameters_are_checked(shape: tuple[int, ...], rule: ShardRule | None, message: str) -> None:

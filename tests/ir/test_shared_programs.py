@@ -53,7 +53,7 @@ def test_who_sends_to_two_ranks_runs_another_program_than_who_sends_to_one() -> 
 @pytest.mark.parametrize(("peers", "listed"), [((2, 2), r"\[2, 2\]"), ((), r"\[\]"), ((1, 2, 3), r"\[1, 2, 3\]")])
 def test_peers_that_do_not_fit_are_refused(peers: tuple[int, ...], listed: str) -> None:
     programs = shared_programs(model(2), Strategy.parse("<[0,1]x1,[2,3,4]x1>", 2), [2], ranks=5)
-    with pytest.raises(ValueError, match=f"rank 0: its peers are {listed}: give 2 different peers, one for each"):
+    with pytest.raises(ValueError, match=f"rank 0: the peers are {listed}: give 2 different peers, one for each"):
         dataclasses.replace(programs, peers=(peers, *programs.peers[1:]))
 
 

@@ -64,5 +64,5 @@ def test_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_devices_are_refused() -> None:
     tensors = {"a": torch.zeros(1), "b": torch.zeros(1, device="meta")}
-    with pytest.raises(Unsupported, match="op: a on cpu, b on meta; move them to one device"):
+    with pytest.raises(Unsupported, match="op: a on cpu, b on meta; move all to one device"):
         triton_jit.require_one_device("op", tensors)

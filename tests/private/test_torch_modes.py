@@ -64,7 +64,7 @@ def test_modes_change_nothing(mode: Callable[[], AbstractContextManager[Any]], m
 @pytest.mark.parametrize(
     ("mode", "sentence"),
     [
-        (autocast, "under torch.autocast for torch.bfloat16; call it outside of autocast"),
+        (autocast, "under torch.autocast for torch.bfloat16; move the call outside of autocast"),
         (
             lambda: default_dtype(torch.bfloat16),
             "torch's default dtype is torch.bfloat16; call torch.set_default_dtype",

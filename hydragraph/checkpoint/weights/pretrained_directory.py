@@ -72,7 +72,7 @@ def published_keys(shell: Shell) -> frozenset[str] | None:
         raise Unsupported(
             f"a peft model with several adapters ({', '.join(adapters)})",
             where="weights",
-            remedy="write all of them with save_pretrained, or keep one with model.delete_adapter",
+            remedy="write all adapters with save_pretrained, or keep one with model.delete_adapter",
         )
     return frozenset(names_in_file(shell.model, adapters[0]))
 

@@ -54,9 +54,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if not (path / _INDEX).is_file():
         if any((path / name).is_file() for name in _PICKLED):
             raise Unsupported(
-                "its weights are pickle files (.bin), which cannot be read in parts and can run any code",
+                "the weights are pickle files (.bin), which cannot be read in parts and can run any code",
                 where=f"pretrained {path}",
-                remedy="read them once with transformers' from_pretrained and write safetensors with save_pretrained",
+                remedy="load the model with transformers' from_pretrained and write safetensors with save_pretrained",
             )
         raise ValueError(
             f"pretrained {path} has neither {_FILE} nor {_INDEX}: name a directory that save_pretrained wrote"
@@ -81,7 +81,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except SafetensorError as error:
-        raise ValueError(f"pretrained {file}: it is damaged or incomplete ({error}): copy it again") from error
+        raise ValueError(f"pretrained {file} is damaged or incomplete ({error}): copy it again") from error
 
 
 def readers(wanted: Iterable[tuple[T, Stored]]) -> Iterator[tuple[T, Read]]:

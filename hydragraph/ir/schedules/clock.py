@@ -12,7 +12,7 @@ for a forward and one for a backward. If stages have different periods:
 
 - Micro-batch j of a pipeline with c micro-batches enters the first stage at j / c of the iteration. If P pipelines
   share stages, pipeline i is delayed by i / (P c).
-- A micro-batch moves to a neighboring stage, in either direction, in half the longer period of the two stages.
+- A micro-batch moves to a neighboring stage, in either direction, in half of the longer of the two stages' periods.
 - On the last stage, a backward begins half a period after its forward.
 
 Ranks that run their tasks in clock order cannot deadlock, because the inputs of a task have earlier times. All

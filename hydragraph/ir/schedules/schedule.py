@@ -187,7 +187,7 @@ class Schedule:
     def check(self, shape: Shape, mode: Mode = "train") -> None:
         """Check that stages run all micro-batches in matching order, without deadlock; a ValueError names the cell."""
         if len(self.actions) != shape.size:
-            raise ValueError(f"schedule {self.kind}: it has {len(self.actions)} stages, but {shape.size} are needed")
+            raise ValueError(f"schedule {self.kind} has {len(self.actions)} stages, but {shape.size} are needed")
         for stage, row in enumerate(self.actions):
             self._check_cells(shape, mode, stage, row)
         for (one, other), pipelines in shape.links.items():
@@ -195,7 +195,7 @@ class Schedule:
             self._check_order(other, one, pipelines, RETURNING)
         for stage, (row, begins) in enumerate(zip(self.actions, self.begins(shape.places), strict=True)):
             if len(begins) < len(row):
-                raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs later")
+                raise self._fault(stage, row[len(begins)], "deadlocks: a later action must run first")
 
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches in flight on a row, each from its forward to its last gradient."""
@@ -239,7 +239,7 @@ class Schedule:
                         raise self._fault(stage, backward if halves and counts[backward] else action, "occurs twice")
                 for one, other in pairwise(needed):
                     if position[one] > position[other]:
-                        raise self._fault(stage, other, f"deadlocks: {one} runs after it")
+                        raise self._fault(stage, other, f"deadlocks: {one} must run first")
                 counts.subtract(needed)
         for action, count in counts.items():
             if count:
@@ -248,7 +248,7 @@ class Schedule:
         for action in row:
             kind = (action.work, action.pipeline, action.visit)
             if latest.get(kind, -1) > action.micro_batch:
-                raise self._fault(stage, action, f"is out of order: {action.work.value}{latest[kind]} runs before it")
+                raise self._fault(stage, action, f"is out of order: {action.work.value}{latest[kind]} must run later")
             latest[kind] = action.micro_batch
 
     def _check_order(self, sender: Place, receiver: Place, pipelines: Sequence[int], works: Sequence[Work]) -> None:

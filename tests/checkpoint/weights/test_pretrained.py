@@ -412,7 +412,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "quantised": (in_file(quantise), "Unsupported", "model.norm.weight is stored as I8; dequantize"),
     "untied": (in_file(untie), "ValueError", "differ, but the model ties them: set tie_word_embeddings to false"),
     "tied": (in_file(tie), "", ""),  # both names, one value
-    "truncated": (truncate, "ValueError", "it is damaged or incomplete"),
+    "truncated": (truncate, "ValueError", "is damaged or incomplete"),
     "index": (break_index, "ValueError", "model.safetensors.index.json is damaged"),
     "no file": (
         index_of({"model.norm.weight": "other.safetensors"}),
@@ -424,7 +424,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "ValueError",
         "lists tensors that no file has (model.gone.weight in part.safetensors): copy all files",
     ),
-    "pickled": (pickle, "Unsupported", "its weights are pickle files (.bin)"),
+    "pickled": (pickle, "Unsupported", "the weights are pickle files (.bin)"),
     "nothing": (lose, "ValueError", "has neither model.safetensors nor model.safetensors.index.json"),
 }
 

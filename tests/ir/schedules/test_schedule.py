@@ -100,11 +100,11 @@ def test_a_cell_that_is_doubled_is_named(kind: str, shape: Shape, data: st.DataO
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["F0 F1 B0 F2 B1 B2"], "it has 1 stages, but 2 are needed"),
+        (["F0 F1 B0 F2 B1 B2"], "has 1 stages, but 2 are needed"),
         (["F0 F1 F2 B0 B1 B2", "F0 F1 B0 B1 F2 B2 F3"], "stage 1, cell 6: F3 is superfluous"),
         (["F0 F1 F2 B0 B1 B2", "F0 F1 F1.0 B0 B1 F2 B2"], "stage 1, cell 2: F1.0 is superfluous"),
-        (["F0 F1 F2 B0 B1 B2", "B0 F0 F1 B1 F2 B2"], "stage 1, cell 0: B0 deadlocks: F0 runs after it"),
-        (["F0 B0 F2 F1 B1 B2", "F0 B0 F1 B1 F2 B2"], "stage 0, cell 3: F1 is out of order: F2 runs before it"),
+        (["F0 F1 F2 B0 B1 B2", "B0 F0 F1 B1 F2 B2"], "stage 1, cell 0: B0 deadlocks: F0 must run first"),
+        (["F0 B0 F2 F1 B1 B2", "F0 B0 F1 B1 F2 B2"], "stage 0, cell 3: F1 is out of order: F2 must run later"),
         # Each stage alone is in order; together they wait for each other.
         (["F0 B0 F1 B1 F2 B2", "F0 F1 B0 B1 F2 B2"], "stage 0, cell 1: B0 deadlocks"),
     ],
