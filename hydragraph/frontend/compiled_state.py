@@ -126,7 +126,7 @@ class _Module:
     """A module's tensors, children and hooks at compilation.
 
     Attributes:
-        training: None if results do not depend on it.
+        training: value of this flag, or None if results do not depend on it.
         drops: whether only dropout depends on `training`.
     """
 

@@ -26,7 +26,7 @@ def own_gpus(device: str | None = None) -> int:
 
 
 def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
-    """Return this machine's devices, times a launcher's machines if their processes start the ranks (`supervised`)."""
+    """Return this machine's or launcher's devices; if `supervised`, a machine's only process starts a rank per GPU."""
     gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         alone = supervised and os.environ.get("LOCAL_WORLD_SIZE") == "1"

@@ -37,7 +37,7 @@ class Callbacks:
 
     @contextmanager
     def started(self, config: TrainConfig) -> Iterator[None]:
-        """Call on_start and, if it succeeds, on_end after the block; errors of the block hide those of on_end."""
+        """Call on_start and, if it succeeds, on_end after the block; ignore errors of on_end if the block failed."""
         with ExitStack() as ends:
             for callback in self._objects:
                 _call(callback, "on_start", config)

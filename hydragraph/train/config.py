@@ -400,7 +400,7 @@ class ElasticConfig:
     """How a run reacts when ranks are lost, join or become slow.
 
     With `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. It also
-    survives if `strategies: auto` measures the devices, or a launcher starts fewer processes than `ranks`.
+    survives them if `strategies: auto` measures the devices, or a launcher starts fewer processes than `ranks`.
 
     Attributes:
         copies: number of owners of each part of the state. 2: if a rank is lost, only the current step is repeated; 1:

@@ -36,7 +36,7 @@ def given_plan(config: Any) -> Any:
 
 
 def underived(config: Any) -> dict[str, Any]:
-    """Return a config's fields, with defaults for those that loading derives, so that overrides apply."""
+    """Return a config's fields, with derived values reset to defaults, so that loading derives them again."""
     data: dict[str, Any] = plain(asdict(config))
     data["plan"] = plain(asdict(given_plan(config)))
     data["ranks"] = int(config.ranks)

@@ -428,7 +428,7 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
     left = config.epochs * batches.tokens
     if left > _MOST_STEPS * config.data.tokens_per_step:
         raise ValueError(
-            f"epochs is {config.epochs:g}, which is {left / config.data.tokens_per_step:.0e} steps: lower epochs"
+            f"epochs is {config.epochs:g}, which takes {left / config.data.tokens_per_step:.0e} steps: lower epochs"
         )
     while left > 0:
         left -= sum(batches.skip())

@@ -336,7 +336,7 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
 
 
 def _place(batches: MiniBatches | Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
-    """Continue at a checkpoint's mini-batch; if the data has changed and is refused, delete the run's copy.
+    """Restore the data's position; if this fails because the data has changed, delete the run's token files and raise.
 
     Args:
         owns: whether this rank prepares its host's data.
@@ -420,7 +420,7 @@ def _join_run(
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
-    """Return a joining rank's run; rank 0 may change the folder until ranks meet."""
+    """Return a joining rank's run. Call this after ranks meet: rank 0 may change the folder before."""
     config = _with_stored_heldout(given, run.folder.last())
     if config is not given:
         prepared = _RunInputs.of(config, prepared.tokens, prepared.model, prepared.ranks, run.folder, None)

@@ -34,7 +34,7 @@ class ReferenceScores:
         model: result of `model_identity`; None: read the scores of any model.
 
     Attributes:
-        of: for each stream, the scores of its chunks, fp32 [chunks], updated in place; NaN: unknown.
+        of: for each stream, the scores of its chunks (answers), fp32 [chunks], updated in place; NaN: unknown.
     """
 
     def __init__(

@@ -201,7 +201,7 @@ class RunFolder:
 
         Args:
             how, step: returned if the run had not begun.
-            before: value of `began` before the run.
+            before: value of `began` before the interrupted run.
         """
         if self.began in (0.0, before):
             return how, step

@@ -95,7 +95,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
 
 
 def trace_anew(run: Run) -> None:
-    """If the run is traced, trace the next steps instead, on all ranks."""
+    """If the run is traced, start a new trace on all ranks."""
     if any(run.world.gather(run.executor.spans is not None)):
         run.executor.spans = []
         run.traced.clear()

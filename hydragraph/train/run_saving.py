@@ -75,7 +75,7 @@ def set_hyperparameters(executor: Executable, settings: Sequence[Mapping[str, An
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add instructions for continuing the run to file errors."""
+    """Add to file errors how the run can be continued."""
     try:
         yield
     except (ConnectionError, TimeoutError):

@@ -22,7 +22,7 @@ class InspectedPaths:
 
     Attributes:
         positions: maximum sequence length of the model; 0: unknown.
-        longest: upper bound of the tokens of a record that must not be cut; 0: none must not.
+        longest: upper bound of the tokens per record if records must not be cut, else 0.
     """
 
     model: Path | None

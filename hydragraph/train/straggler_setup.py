@@ -102,7 +102,7 @@ def controller_of(
 
 
 def follows(config: TrainConfig, executor: Executable) -> bool:
-    """Return whether the owners of state depend on the running strategies: with `home: auto` and measured costs."""
+    """Return whether the owners of state depend on the running strategies (`home: auto` with measured costs)."""
     if config.home.rule != "auto" or not config.plan.choose:
         return False
     profile = executor.profile

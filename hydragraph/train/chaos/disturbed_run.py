@@ -68,8 +68,12 @@ class Disturbed:
 
     @property
     def ending(self) -> str:
-        how = f"it was killed by signal {-self.code}" if self.code < 0 else f"it exited with code {self.code}"
-        last = f"; its last lines are:\n{self.said}" if self.said else "; its output is empty"
+        how = (
+            f"the process was killed by signal {-self.code}"
+            if self.code < 0
+            else f"the process exited with code {self.code}"
+        )
+        last = f"; the output ends with:\n{self.said}" if self.said else "; the output is empty"
         return (self.hung or how) + last
 
     def until(self, step: int) -> Disturbed:
@@ -212,8 +216,8 @@ class Patience:
         if now - self.moved <= (_QUIET_S if self.step else _START_S):
             return ""
         if not self.step:
-            return f"it completed no step within {_START_S:g} s of its start, and was killed"
-        return f"it completed no step for {_QUIET_S:g} s after step {self.step}, and was killed"
+            return f"the run completed no step within {_START_S:g} s of its start, and was killed"
+        return f"the run completed no step for {_QUIET_S:g} s after step {self.step}, and was killed"
 
 
 @dataclass

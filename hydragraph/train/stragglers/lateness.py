@@ -1,4 +1,4 @@
-"""Corrections to the rates of slow ranks, learned from how long other ranks wait for their pipelines.
+"""Corrections to the rates of slow ranks, learned from how long other ranks wait for the slow ranks' pipelines.
 
 A rank's rate (slowdown) scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
 
@@ -147,7 +147,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # A slow pipeline that waited itself did not delay the others.
+    # A slow pipeline that also waited did not delay the others.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

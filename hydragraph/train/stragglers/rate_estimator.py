@@ -7,10 +7,10 @@ kind of stage, on one type of device). Three unknowns explain their ratio:
 
 - factor: the error of the cost model for a kind of work; estimated as the median over iterations and healthy ranks.
 - common: a slowdown of all ranks, as on a busy machine; estimated as the lower median over ranks.
-- rate: the remaining slowdown of a rank. A rank becomes a straggler when its slowdown exceeds both `enter` and CERTAIN
-  times the scatter of healthy ranks in NEEDED of the last OF iterations. NEEDED and OF are doubled if CERTAIN times the
-  scatter exceeds the square of `enter`. A straggler becomes healthy when its slowdown is below `leave` in NEEDED of OF
-  iterations.
+- rate: the remaining slowdown of a rank. A rank becomes a straggler when, in NEEDED of the last OF iterations, its
+  slowdown exceeds both `enter` and CERTAIN times the scatter of healthy ranks. NEEDED and OF are doubled if CERTAIN
+  times the scatter exceeds the square of `enter`. A straggler becomes healthy when its slowdown is below `leave` in
+  NEEDED of OF iterations.
 - scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both equal
   the standard deviation if errors are normally distributed; the percentile also detects bursts.
 
@@ -196,7 +196,7 @@ class Estimator:
                 self._kind(kind).logs.append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return the log slowdown of each rank much slower than others at the same kinds of work.
+        """Return the log slowdown of each rank that is much slower than others at the same kinds of work.
 
         This is the first sweep of a median polish (Tukey, 1977). It distinguishes errors of the cost model from ranks
         that are slow from the beginning.

@@ -214,7 +214,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move; in a stage, a rank receives one bucket, or at most `elements`.
+    """Yield the home after each stage of a move, in which a rank receives at most `elements` elements or one bucket.
 
     If `old` and `new` differ in copies or nodes, the move has a single stage.
     """

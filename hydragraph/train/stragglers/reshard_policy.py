@@ -44,7 +44,7 @@ def with_room(
 
     Args:
         tokens: number of tokens in the largest mini-batch.
-        owned: number of elements that each rank owns now; they always fit.
+        owned: number of elements that each rank owns now, which are assumed to fit.
     """
     beside = [0.0] * costs.ranks
     for strategy in strategies:
@@ -63,7 +63,7 @@ class Following:
 
     Attributes:
         memory: costs that include the ranks' memory; None: memory is unlimited.
-        rule: how strategies determine the owners; needs `memory`. None: they have no effect.
+        rule: how strategies determine the owners; needs `memory`. None: strategies have no effect.
     """
 
     home: Home
@@ -86,7 +86,7 @@ class Following:
 
     @property
     def next(self) -> Home | None:
-        """Home to move to in the next step, or None if no move is due or a part is moving already."""
+        """Home to move to in the next step, or None if no move is due or a part is still moving."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property

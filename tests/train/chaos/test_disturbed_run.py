@@ -138,8 +138,8 @@ def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
     assert not patience.look(1, 1900.0 + 180.0)
     assert not patience.look(2, 1900.0 + 181.0)
     assert not patience.look(1, 1900.0 + 361.0), "a step that is repeated is progress, too"
-    assert patience.look(1, 1900.0 + 542.0) == "it completed no step for 180 s after step 1, and was killed"
-    assert Patience(0.0).look(0, 1801.0) == "it completed no step within 1800 s of its start, and was killed"
+    assert patience.look(1, 1900.0 + 542.0) == "the run completed no step for 180 s after step 1, and was killed"
+    assert Patience(0.0).look(0, 1801.0) == "the run completed no step within 1800 s of its start, and was killed"
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
     [
         (
             Disturbed(2, (), said="output is read-only"),
-            "it exited with code 2; its last lines are:\noutput is read-only",
+            "the process exited with code 2; the output ends with:\noutput is read-only",
         ),
-        (Disturbed(-9, ()), "it was killed by signal 9; its output is empty"),
+        (Disturbed(-9, ()), "the process was killed by signal 9; the output is empty"),
         (
-            Disturbed(-14, (), hung="it completed no step, and was killed"),
-            "it completed no step, and was killed; its output is empty",
+            Disturbed(-14, (), hung="the run completed no step, and was killed"),
+            "the run completed no step, and was killed; the output is empty",
         ),
     ],
 )
