@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class RanksIfEqual(int):
-    """Number of ranks if all machines equal this one."""
+    """Number of ranks, assuming that all machines resemble this one."""
 
 
 @dataclass(frozen=True)

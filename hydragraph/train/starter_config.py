@@ -1,4 +1,4 @@
-"""Starter config for given data and a given model, which are both optional."""
+"""Starter config for optional data and an optional model."""
 
 from __future__ import annotations
 
