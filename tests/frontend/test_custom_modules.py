@@ -20,7 +20,7 @@ from hydragraph.frontend.packed_inputs import FIELDS, token_cross_entropy
 from hydragraph.ir.program import Program
 from tests.frontend.execute import batch, loss
 from tests.models import randomised
-from tests.own_models import Layer, Own, alone, classified
+from tests.own_models import Layer, Own, Small, alone, classified, small
 from tests.thorough import first, only
 
 
@@ -96,8 +96,8 @@ class Dictionary(Own):
     """Its blocks are in a numbered nn.ModuleDict, as in torchtitan."""
 
     def __init__(self) -> None:
-        super().__init__(layers=3)
-        self.stack = nn.ModuleDict({str(i): block for i, block in enumerate(self.stack)})  # type: ignore[assignment]
+        super().__init__(layers=0)
+        self.stack = nn.ModuleDict({str(i): block for i, block in enumerate(small(layers=3).stack)})  # type: ignore[assignment]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return logits [1, T, 101]."""
@@ -133,8 +133,8 @@ class Named(Own):
     """It returns its logits in what a test wants."""
 
     def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.wrap = wrap
+        super().__init__(layers=0)
+        self.stack, self.wrap = small(layers=2).stack, wrap
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Any:
         return self.wrap(super().forward(input_ids, position_ids, cu_seqlens))
@@ -142,7 +142,7 @@ class Named(Own):
 
 def test_logits_are_found_in_a_dict_and_asked_for_elsewhere() -> None:
     named = randomised(Named(lambda logits: {"logits": logits, "other": None}))
-    assert_as_alone(capture(named), randomised(Own()))
+    assert_as_alone(capture(named), randomised(small(layers=2)))
     refused = partial(
         pytest.raises, Unsupported, match=r"the loss: the model returns a .* without logits; return .* loss="
     )
@@ -154,8 +154,9 @@ def test_logits_are_found_in_a_dict_and_asked_for_elsewhere() -> None:
 
 
 def test_a_loss_over_whole_sequences() -> None:
-    model = randomised(Own(outputs=5, causal=False))
-    program, given = capture(model, loss=classified), batch([5, 2, 3])
+    model = Own(layers=0, outputs=5)
+    model.stack = small().stack
+    program, given = capture(randomised(model), loss=classified), batch([5, 2, 3])
     given["labels"] = torch.full((1, 10), -100)
     given["labels"][0, [4, 9]] = torch.tensor([2, 0])
     ids = given["input_ids"][0]
@@ -330,8 +331,8 @@ class Returning(Own):
     """A model that returns something else than logits."""
 
     def __init__(self, form: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.form = form
+        super().__init__(layers=0)
+        self.stack, self.form = small().stack, form
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Any:
         """Return a form of the logits."""
@@ -355,7 +356,7 @@ class Sharing(Own):
     """Hands the embedding to every block, as another argument or in the hidden state."""
 
     def __init__(self, carried: bool) -> None:
-        super().__init__()
+        super().__init__(layers=0)
         self.carried = carried
         self.stack = nn.ModuleList([Receiving(carried) for _ in range(2)])
 
@@ -367,11 +368,11 @@ class Sharing(Own):
         return self.out(self.norm(x.chunk(2, -1)[0] if self.carried else x))[None]
 
 
-class Receiving(Layer):
+class Receiving(Small):
     """A block that adds the embedding to its hidden state."""
 
     def __init__(self, carried: bool) -> None:
-        super().__init__(32, 4, 2, causal=True)
+        super().__init__()
         self.carried = carried
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, first: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -383,6 +384,10 @@ class Receiving(Layer):
 
 class Deep(Own):
     """Its logits are computed from the outputs of all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.stack = small(layers=2).stack
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         first = self.stack[0]((self.tokens(input_ids) + self.places(position_ids))[0], cu_seqlens)
