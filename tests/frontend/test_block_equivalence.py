@@ -19,18 +19,18 @@ from hydragraph.frontend.capture import capture, origin
 from tests.frontend.test_module_digest import Setting, kind, times
 from tests.frontend.test_untraceable import agrees
 from tests.models import captured, llama, randomised
-from tests.own_models import Layer, Own, Small
+from tests.own_models import Own, Small
 from tests.thorough import only, thorough
 
 SCALES = [1.5, 2.5]
 TABLE: dict[int, float] = {}
 
 
-class Scaled(Layer):
+class Scaled(Small):
     """A block that multiplies its result by a number that a test computes from the block."""
 
     def __init__(self, index: int, scale: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__(32, 4, 2, True)
+        super().__init__()
         self.layer_idx, self.scale = index, scale
         self._hidden, self.setting, self.listed = 1.5 + index, Setting(1.5 + index), {"a": [1.5 + index]}
         self.closure, self.made, self.bound = times(1.5 + index), kind(1.5 + index)(), Setting(1.5 + index).scaled
@@ -151,6 +151,7 @@ MARK = contextvars.ContextVar("mark", default=False)
 NAMES = types.SimpleNamespace(odd=False)
 
 
+@only("namespace", "attribute")
 @pytest.mark.parametrize(
     ("mark", "read"),
     [
