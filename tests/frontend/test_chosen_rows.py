@@ -194,8 +194,12 @@ def traced(compute: Compute) -> tuple[fx.GraphModule, str]:
 
 @only("by_places", "two_choices", "scaled")
 @pytest.mark.parametrize("compute", EQUAL, ids=lambda compute: compute.__name__)
-def test_a_selection_is_computed_for_all_rows_with_equal_gradients(compute: Compute) -> None:
+def test_a_selection_is_computed_for_all_rows_with_equal_gradients_and_its_block_named(
+    compute: Compute, caplog: pytest.LogCaptureFixture
+) -> None:
     graph, tokens = traced(compute)
+    said = [r.getMessage().partition(",")[0] for r in caplog.records if r.name == chosen_rows.__name__]
+    assert said == ["layer.0: processes all tokens instead of only those that a mask selects"]
     assert mixing(graph, tokens) is None
     for length in (2, 11):
         results = []
@@ -213,12 +217,6 @@ def test_a_selection_is_computed_for_all_rows_with_equal_gradients(compute: Comp
 def test_what_reads_the_places_or_other_rows_is_still_found(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     graph, tokens = traced(lambda x: compute(*places(x)).view_as(x))
     assert mixing(graph, tokens) is not None
-
-
-def test_blocks_that_cost_more_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    traced(scaled)
-    said = [r.getMessage().partition(",")[0] for r in caplog.records if r.name == chosen_rows.__name__]
-    assert said == ["layer.0: processes all tokens instead of only those that a mask selects"]
 
 
 @thorough
