@@ -16,7 +16,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.functional_graph import export, functional_graph
 from tests.own_models import Small, small
-from tests.thorough import only
+from tests.thorough import only, thorough
 
 
 class Doing(Small):
@@ -54,17 +54,26 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
     [
         (lambda block, y, x: x.add_(y), "writes in place into its arguments, or into a parameter, at .*x.add_"),
         (lambda block, y, x: F.silu(x, inplace=True) + y, "writes in place into its arguments.*; write into a copy"),
-        (lambda block, y, x: block.up.bias.mul_(2).sum() + y, "writes in place into .*, or into a parameter, at "),
+        pytest.param(
+            lambda block, y, x: block.up.bias.mul_(2).sum() + y,
+            "writes in place into .*, or into a parameter, at ",
+            marks=thorough,
+        ),
         (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace does not see.*read through"),
-        (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace does not see"),
+        pytest.param(
+            lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x),
+            "a tensor that the trace does not see",
+            marks=thorough,
+        ),
         (
             lambda block, y, x: y + torch.vmap(lambda t: t / (1 + t.norm()))(x),
             "forward transforms a function .* instead of torch.vmap",
         ),
-        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "forward uses torch.func within"),
-        (
+        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "forward uses torch.func within the trace"),
+        pytest.param(
             lambda block, y, x: torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (y,)),
             "layer.0: forward transforms a function.*; use torch.where instead of torch.cond",
+            marks=thorough,
         ),
         (attending_freely, r"forward calls flex_attention, .*, at test_functional.*; call hydragraph.varlen_attention"),
         (kept_from_another_block, "forward or loss changes 'the length of the global KEPT'"),
@@ -275,7 +284,9 @@ def filled(x: Tensor, *ends: int) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(("ends", "joined"), [((8, 32), True), ((4, 10, 32), True), ((8, 30), False)])
+@pytest.mark.parametrize(
+    ("ends", "joined"), [((8, 32), True), pytest.param((4, 10, 32), True, marks=thorough), ((8, 30), False)]
+)
 def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation(ends: tuple[int, ...], joined: bool) -> None:
     module, example = Filled(ends), torch.empty(1, 7, 32, device="meta")
     exported = export(module, (example,), ({1: torch.export.Dim("T", min=2, max=1 << 20)},), "block")

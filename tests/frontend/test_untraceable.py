@@ -219,22 +219,27 @@ def tried(block: Any, x: Tensor) -> Tensor:
         (of_saved, r"layer.0: hooks on saved tensors"),
         (inferred, r"layer.0: a torch.inference_mode\(\) region"),
         (lambda b, x: F.batch_norm(x, None, None, training=True), r"layer.0: batch norm computes statistics over"),
-        (lambda b, x: Reversed.apply(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
+        pytest.param(
+            lambda b, x: Reversed.apply(x),
+            r"layer.0: torch.autograd.Function Reversed, whose backward is not traced",
+            marks=thorough,
+        ),
         (lambda b, x: REVERSED(x), r"layer.0: torch.autograd.Function Reversed, whose backward is not traced"),
         (lambda b, x: Disguised.apply(x), r"layer.0: torch.autograd.Function Disguised, whose backward is not traced"),
         (hooked, r"layer.0: a gradient hook on a tensor"),
         (added, r"layer.0: forward changes 'seen'"),
         (added_without_gradient, r"layer.0: forward changes 'seen'"),
-        (assigned, r"layer.0: forward changes 'seen'"),
+        pytest.param(assigned, r"layer.0: forward changes 'seen'", marks=thorough),
         (counted, r"layer.0: forward changes 'count' from \w+ to \d"),
         (cast, r"layer.0: a torch.autocast region"),
         (cast_by_a_switch, r"layer.0: torch.set_autocast_enabled; cast explicitly"),
         (lambda b, x: checkpoint(b.norm2, x, use_reentrant=True), r"layer.0: reentrant checkpointing; pass use_reent"),
         (braked, r"braked: the function asks whether it is traced \(is_(meta|compiling)\), so the trace may differ"),
         (tried, r"a tensor's value is read \(__float__\), which fails in a trace, and the error is caught"),
-        (
+        pytest.param(
             lambda b, x: x * (time.monotonic() < 1e9),
-            r"<lambda>: the function reads a clock, .*; pass its values as a batch",
+            r"<lambda>: the function reads a clock, but .*; pass its values as a batch",
+            marks=thorough,
         ),
         (lambda b, x: x * (monotonic() < 1e9), r"<lambda>: the function reads a clock"),
         (lambda b, x: x * random.random(), r"draws random numbers from Python or NumPy"),
@@ -278,7 +283,11 @@ class Functional(nn.Module):
         (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True makes the"),
         (lambda: nn.Embedding(101, 32, max_norm=1.0), "tokens: max_norm=1.0"),
         (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True makes the gradient a sparse tensor"),
-        (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True counts"),
+        pytest.param(
+            lambda: Functional(scale_grad_by_freq=True),
+            r"Own before its first block: scale_grad_by_freq=True counts",
+            marks=thorough,
+        ),
         (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
         (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule wraps another"),
         (lambda: nn.EmbeddingBag(101, 32), "tokens: EmbeddingBag finds its bags .*; use nn.Embedding on .*, and sum"),
@@ -471,7 +480,11 @@ class Changing(Own):
     [
         ("calls", r"Changing: forward differs between calls"),
         ("sequences", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
-        ("tokens", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
+        pytest.param(
+            "tokens",
+            r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length",
+            marks=thorough,
+        ),
         ("bounds", r"layer.0: the attention uses sequence bounds other than the packed batch's"),
     ],
 )
@@ -526,6 +539,7 @@ def _in_a_namespace() -> None:
     [lambda: CALLS.append(0), _in_a_class, _in_an_array, _in_a_namespace],
     ids=["list", "class", "array", "namespace"],
 )
+@only("block-list", "block-array", "loss-class", "loss-namespace")
 @pytest.mark.parametrize("where", ["block", "loss"])
 def test_calls_that_are_counted_outside_are_refused(step: Callable[[], object], where: str) -> None:
     count = step
@@ -585,6 +599,7 @@ class Slotted:
     part: Fraction = Fraction(0)
 
 
+@only("data", "part")
 @pytest.mark.parametrize("name", ["calls", "text", "data", "part"])
 def test_state_in_slots_is_refused(name: str) -> None:
     state = Slotted()
