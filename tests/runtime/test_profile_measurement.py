@@ -55,7 +55,9 @@ SETTINGS = MeasureSettings(
 )
 
 
-def measured_rank(program: Program, model: nn.Module, settings: MeasureSettings) -> tuple[Profile, list[str]]:
+def measured_rank(
+    program: Program, model: nn.Module, variants: Variants, settings: MeasureSettings
+) -> tuple[Profile, list[str]]:
     """Return the profile and the progress messages."""
     groups = Groups(join("cpu"), timedelta(minutes=2))
     told: list[str] = []
@@ -66,8 +68,14 @@ def measured_rank(program: Program, model: nn.Module, settings: MeasureSettings)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[Profile, list[str]]]:
-    return launch(measured_rank, RANKS, *captured("llama"), SETTINGS, timeout=timedelta(minutes=15))
+def variants() -> Variants:
+    texts = ("<tp1,pp1>", "<tp1,pp1>r", "<tp2,pp1>", "<tp2,pp1>s")
+    return hg.precompile(captured("llama")[0], [hg.Strategy.parse(text, layers=LAYERS) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def ranks(variants: Variants) -> list[tuple[Profile, list[str]]]:
+    return launch(measured_rank, RANKS, *captured("llama"), variants, SETTINGS, timeout=timedelta(minutes=15))
 
 
 def test_every_rank_gets_the_same_profile(ranks: list[tuple[Profile, list[str]]], tmp_path: Path) -> None:
@@ -117,9 +125,10 @@ def test_halves_cut_weights_and_most_of_what_is_kept(ranks: list[tuple[Profile, 
 
 
 @pytest.mark.parametrize("text", ["<tp1,pp1>", "<[0]x1r,[1]x1r>", "<tp1,pp2>", "<tp2,pp1>"])
-def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[str]]], text: str) -> None:
+def test_max_len_is_what_the_memory_model_says(
+    ranks: list[tuple[Profile, list[str]]], variants: Variants, text: str
+) -> None:
     profile = ranks[0][0]
-    program, _ = captured("llama")
     strategy = hg.Strategy.parse(text, layers=LAYERS)
     kinds = {StageKind(s.tp, s.sequence_parallel, s.recompute) for s in strategy.pipelines[0].stages}
     if not kinds <= set(profile.pieces):
@@ -128,7 +137,7 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
     small = replace(profile, device=replace(profile.device, memory=2e8))
     count = len(strategy.devices)
     tokens = Costs(small, small.cluster(count)).pipeline(strategy.pipelines[0]).max_len
-    blocks, batches = CompiledBlocks(program, Variants(program).get), [[MicroBatch(tokens, 1)] * 4]
+    blocks, batches = CompiledBlocks(variants.program, variants.get), [[MicroBatch(tokens, 1)] * 4]
     most = max(rank_memory(blocks, strategy, batches, r, count, messages=False).total for r in range(count))
     assert 0.75 * 2e8 < most <= 1.05 * 2e8
 
