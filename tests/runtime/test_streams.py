@@ -82,7 +82,7 @@ def sequence(tokens: int, seed: int) -> workload.Sequence:
     return workload.Sequence(ids, ids)
 
 
-@settings(max_examples=settings().max_examples // 10, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 20, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(0, RANKS - 1))
 def test_nothing_is_read_too_early_or_overwritten_too_soon(seed: int, rank: int) -> None:
     strategy = Strategy.parse(draw_case(seed, KIND).strategy, LAYERS)
@@ -109,7 +109,7 @@ def test_the_host_waits_before_it_receives_far_ahead_of_the_device() -> None:
 OFFLOADED = ["<tp1,pp1>o", "<tp2,pp1>swo", "<tp1,pp2>ro gpipe", "<[0]x1wo,[1,2]x1sr> + <[3]x2r0.5o>"]
 
 
-@pytest.mark.parametrize("text", first([*OFFLOADED[:1], *OFFLOADED[2:]], OFFLOADED))
+@pytest.mark.parametrize("text", first([OFFLOADED[0], OFFLOADED[2]], OFFLOADED))
 def test_offloaded_values_are_copied_and_reused_in_order(text: str) -> None:
     strategy = Strategy.parse(text, LAYERS)
     with mock.patch.object(offload, "SMALL_BYTES", 0):
