@@ -24,8 +24,8 @@ from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.pending_work import Finish
 from hydragraph.runtime.supported_optimizers import ELEMENTWISE
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from tests.models import llama, sequences
-from tests.own_models import Layer, Own
+from tests.models import llama, randomised, sequences
+from tests.own_models import Small, small
 from tests.ready import Ready
 from tests.thorough import thorough
 
@@ -82,7 +82,9 @@ def train_one(prepared: Ready, way: Way) -> Seen:
 
 
 def test_pipelines_ranks_homes_and_copies_change_no_bit() -> None:
-    prepared = Ready.of(llama(layers=2, tied=True), ONE)
+    model = randomised(small(layers=2))
+    model.out.weight = model.tokens.weight
+    prepared = Ready.of(model, ONE)
     ways = [Way(ONE[:1]), Way(ONE[1:], hg.Home([3, 1, 0, 2], copies=2))]
     first, other = hg.launch(train, 4, prepared, ways, timeout=LIMIT)[0]
     assert other == first
@@ -102,11 +104,11 @@ def test_stages_of_one_degree_change_no_bit(texts: list[str]) -> None:
     assert all(other == first for other in others)
 
 
-class Sideways(Layer):
+class Sideways(Small):
     """A layer whose output is column-major in memory, unless it is sent."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(width, heads=4, kv=2, causal=True)
+        super().__init__(width)
         self.turn = nn.Parameter(torch.randn(width, width) * 0.2)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class Sideways(Layer):
 
 def test_where_stages_are_cut_changes_no_bit_of_states_that_lie_otherwise_in_memory() -> None:
     torch.manual_seed(0)
-    model = Own(layers=2)
+    model = small(layers=0)
     model.stack = nn.ModuleList([Sideways(32) for _ in range(2)])
     prepared = Ready.of(model, ["<[0]x2>", "<tp1,pp2>"])
     whole, cut = hg.launch(train, 2, prepared, [Way(["<[0]x2>"]), Way(["<tp1,pp2>"])], timeout=LIMIT)[0]
@@ -291,7 +293,7 @@ def test_optimizers_that_are_taken_round_alike_wherever_shards_end(kind: type[to
 
 
 def test_a_gradient_too_large_for_exact_sums_updates_nothing() -> None:
-    prepared = Ready.of(llama(layers=2), [])
+    prepared = Ready.of(small(), [])
     exe = prepared.executable("<tp1,pp1>", adamw, deterministic=True, check="off")
     weights = exe.full_state_dict()
     with pytest.MonkeyPatch.context() as patch:
