@@ -16,7 +16,7 @@ from tests.thorough import only, thorough
 
 LIMIT = timedelta(seconds=120)
 # Activations outweigh messages, whose end depends on other ranks.
-SMALL = Sizes(hidden=64, layers=2, vocabulary=257, lengths=(300, 240, 160, 120, 60, 30))
+SMALL = Sizes(hidden=64, layers=2, vocabulary=257, lengths=(300, 240, 120, 60))
 
 
 @functools.cache
