@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
+from functools import lru_cache
 from os.path import normpath
 from pathlib import Path
 
@@ -33,15 +34,22 @@ def throttled_seconds() -> float:
     return total
 
 
-def _folders(controller: str) -> set[Path]:
+def _folders(controller: str) -> frozenset[Path]:
+    try:
+        return _folders_of(_OWN.read_text(), _ROOT, controller)
+    except OSError:
+        return frozenset()
+
+
+@lru_cache(maxsize=8)
+def _folders_of(groups: str, root: Path, controller: str) -> frozenset[Path]:
     """Return the folders of this process's group and its ancestors."""
     folders: set[Path] = set()
-    with suppress(OSError):
-        for line in _OWN.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller not in controllers.split(",") and controllers:
-                continue
-            for base in (_ROOT / controllers, _ROOT / (controller if controllers else "unified")):
-                group = base / normpath(path).lstrip("/")
-                folders |= {folder for folder in (group, *group.parents) if folder.is_relative_to(base)}
-    return folders
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller not in controllers.split(",") and controllers:
+            continue
+        for base in (root / controllers, root / (controller if controllers else "unified")):
+            group = base / normpath(path).lstrip("/")
+            folders |= {folder for folder in (group, *group.parents) if folder.is_relative_to(base)}
+    return frozenset(folders)
