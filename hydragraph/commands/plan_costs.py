@@ -1,10 +1,10 @@
-"""Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine the memory of stages.
+"""Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine memory.
 
-If the machine has a second core, another process compiles the same graphs in reverse order:
+If the machine has a second core, another process compiles the same graphs backwards, then those of sums in pieces:
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
-Both processes share the user's cache, so each finds what the other has compiled.
+Both processes share the user's cache, so each finds the other's graphs.
 """
 
 from __future__ import annotations
@@ -125,29 +125,47 @@ def compile_graphs(
 ) -> Costs:
     """Compile the graphs of all kinds of stages; return costs of kinds compiled within `seconds` or already `ready`.
 
-    Kinds without sequence parallelism and recomputation are compiled first, or last if `backwards`. Kinds with one
+    Kinds without sequence parallelism, which share traces, are compiled first, or last if `backwards`. Kinds with one
     device per stage are always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart
 
     until = None if seconds is None else time.monotonic() + seconds
+    examples = _examples(costs)
+    late: set[StageKind] = set()
+    for kind in _kinds(costs)[:: -1 if backwards else 1]:
+        part = StagePart(kind, 0)
+        over = kind.tp > 1 and until is not None and time.monotonic() > until
+        if over and not all(ready(block, part) for block in examples):
+            late.add(kind)
+            continue
+        for block in examples:
+            costs.blocks.adds(block, part)
+    return costs.changed(profile=_without(costs.profile, late)) if late else costs
+
+
+def _compile_sums_in_pieces(costs: Costs) -> None:
+    from hydragraph.spec.stage_kind import StagePart
+
+    for kind in _kinds(costs):
+        if kind.tp > 1 and not kind.sequence_parallel:
+            part = StagePart(kind._replace(sums_in_pieces=True), 0)
+            for block in _examples(costs):
+                costs.blocks.adds(block, part)
+
+
+def _examples(costs: Costs) -> Collection[str]:
+    return dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True)).values()
+
+
+def _kinds(costs: Costs) -> list[StageKind]:
     working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
-    examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
     kinds: set[StageKind] = set()
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
         kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
-    late: set[StageKind] = set()
-    for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind), reverse=backwards):
-        part = StagePart(kind, 0)
-        over = kind.tp > 1 and until is not None and time.monotonic() > until
-        if over and not all(ready(block, part) for block in examples.values()):
-            late.add(kind)
-            continue
-        for block in examples.values():
-            costs.blocks.adds(block, part)
-    return costs.changed(profile=_without(costs.profile, late)) if late else costs
+    return sorted(kinds, key=lambda kind: (kind.sequence_parallel, kind.recompute, kind))
 
 
 def excluded_text(before: Costs, after: Costs) -> str:
@@ -216,6 +234,7 @@ def _compile_backwards() -> None:
     threading.Thread(target=_end_with_command, daemon=True).start()
     costs, *_ = costs_of_plan(asked, PlanInputs.read(asked), str)
     compile_graphs(costs, None, backwards=True)
+    _compile_sums_in_pieces(costs)
 
 
 if __name__ == "__main__":

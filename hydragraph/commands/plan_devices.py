@@ -59,7 +59,7 @@ def plan_devices(asked: PlanOptions) -> None:
     def left(part: float = 1.0) -> float | None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - start))
 
-    with progress("importing the planner") as say:
+    with compiled_from_both_ends(asked), progress("importing the planner") as say:
         from hydragraph.planner.first_compilation import first_compilation
 
         with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
@@ -93,14 +93,13 @@ def _planned(
     method: Any = asked.method or "auto"
     solver: Any = asked.solver
     config = inputs.config
-    with compiled_from_both_ends(asked):
-        costs, source, ready = costs_of_plan(asked, inputs, say)
-        running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
-        if config is not None:
-            say("compiling graphs")
-            compiled = compile_graphs(costs, left(COMPILING), ready=ready)
-            source += excluded_text(costs, compiled)
-            costs = compiled
+    costs, source, ready = costs_of_plan(asked, inputs, say)
+    running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
+    if config is not None:
+        say("compiling graphs")
+        compiled = compile_graphs(costs, left(COMPILING), ready=ready)
+        source += excluded_text(costs, compiled)
+        costs = compiled
     say("searching")
     schedules = planned_schedules(_backend(config))
     deterministic = config is not None and config.deterministic

@@ -8,7 +8,8 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,23 @@ def test_another_process_compiles_graphs_from_the_other_end(monkeypatch: pytest.
         compile_graphs(costs, None, backwards)
     assert len(set(kinds[False])) > 1
     assert kinds[True] == kinds[False][::-1]
+
+
+def test_graphs_that_share_a_trace_are_compiled_by_one_process() -> None:
+    costs = priced.costs(LAYERS, priced.mixed())
+    pieces = costs.profile.pieces
+    further = {kind._replace(sequence_parallel=True): piece for kind, piece in pieces.items() if kind.tp > 1}
+    kinds = plan_costs._kinds(costs.changed(profile=replace(costs.profile, pieces={**pieces, **further})))
+    assert {(kind.sequence_parallel, kind.recompute) for kind in kinds} == {*product((False, True), repeat=2)}
+    assert kinds == sorted(kinds, key=lambda kind: kind.sequence_parallel)
+
+
+def test_the_other_process_also_compiles_sums_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = priced.costs(LAYERS, priced.mixed())
+    seen: set[StageKind] = set()
+    monkeypatch.setattr(type(costs.blocks), "adds", lambda _, block, part: seen.add(part.kind))
+    plan_costs._compile_sums_in_pieces(costs)
+    assert seen == {StageKind(2, False, again, True) for again in (False, True)}
 
 
 def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
