@@ -84,7 +84,8 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "published" / "runs.json"
-GPUS = ("a100-80gb", "h100-sxm")  # whose fractions are fitted
+# Datasheets whose fractions are fitted, by GPU of the runs. torchtitan's H100s were limited to 500 W of their 700 W.
+GPUS = {"a100": "a100-80gb", "h100": "h100-sxm", "h100_hbm2e": "h100-96gb"}
 FITTED_RANKS = 1100  # the constants were not fitted on larger runs, whose simulation takes a minute or more
 FIRST_FLASH = (0.25 + 0.40) / (0.50 + 0.73)
 # Beginnings of the names of runs of 2021 and 2022, before attention was fused.
@@ -437,16 +438,15 @@ def fitted(runs: Sequence[Run], data: Mapping[str, Any]) -> Mapping[str, float]:
     @functools.cache
     def error(run: Run, half: float, fraction: float) -> float:
         changed = replace(roofline.ROOFLINE, half=half)
-        sheet = replace(KNOWN[GPUS[0]], reached=fraction)
+        sheet = replace(KNOWN[GPUS["a100"]], reached=fraction)
         with patch.multiple(roofline, ROOFLINE=changed, known=lambda *_: sheet):
             return math.log(priced(run, data, memory=False).seconds / run.seconds)
 
-    start = {"half": roofline.ROOFLINE.half} | {name: KNOWN[name].reached for name in GPUS}
+    start = {"half": roofline.ROOFLINE.half} | {name: KNOWN[name].reached for name in GPUS.values()}
 
     def errors(factors: NDArray[np.float64]) -> list[float]:
         values = dict(zip(start, np.round(factors * list(start.values()), 6).tolist(), strict=True))
-        of = {name[:4]: values[name] for name in GPUS}
-        found = [error(run, values["half"], of[run.gpu[:4]]) for run in runs]
+        found = [error(run, values["half"], values[GPUS.get(run.gpu) or GPUS[run.gpu[:4]]]) for run in runs]
         print(values, f"mean |error| {fmean(map(abs, found)):.3f}", file=sys.stderr, flush=True)
         return found
 

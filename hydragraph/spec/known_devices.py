@@ -37,13 +37,14 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
     {
         "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published="A100"),
         "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published="A100"),
-        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5, published="H100"),
-        "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.615, host_bytes_per_s=PCIE_5, published="H100"),  # HBM2e
+        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, published="H100"),
+        # HBM2e; the published runs limited it to 500 W.
+        "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.5, host_bytes_per_s=PCIE_5, published="H100"),
         "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.615, host_bytes_per_s=PCIE_5),
         "h100-nvl": Datasheet(835e12, 94e9, 3.9e12, 0.615, host_bytes_per_s=PCIE_5),
-        "h800": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5),
+        "h800": Datasheet(989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5),
         "h20": Datasheet(148e12, 96e9, 4.0e12, host_bytes_per_s=PCIE_5),
-        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.615, host_bytes_per_s=PCIE_5),
+        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.66, host_bytes_per_s=PCIE_5),
         "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5),
         "a800": Datasheet(312e12, 80e9, 2.039e12, 0.795),
         "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published="V100", bfloat16=False),

@@ -66,7 +66,7 @@ PairLoss = DpoConfig | SimpoConfig | OrpoConfig
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A loss that compares a preferred with a rejected answer. Set exactly one field; a name alone selects the defaults.
+    """A loss that compares preferred with rejected answers. Set exactly one field; a name alone selects the defaults.
 
     Attributes:
         dpo: direct preference optimization, with the model before training as reference.

@@ -272,7 +272,7 @@ def test_it_says_where_its_seconds_come_from(tmp_path: Path) -> None:
     config = write(tmp_path)
     datasheet_priced = run("simulate", config, "--strategy", "<tp1,pp1>", "--devices", 1)
     assert "computation is not measured: datasheet" in datasheet_priced.stdout
-    assert "up to 62%" in datasheet_priced.stdout
+    assert "up to 66%" in datasheet_priced.stdout
     runs, error = PUBLISHED["without pipelines"]
     stated = f"the mean error of such predictions is {error:.0%} on {runs} published runs without pipelines"
     assert stated in datasheet_priced.stdout

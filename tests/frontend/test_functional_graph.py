@@ -69,7 +69,7 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
             lambda block, y, x: y + torch.vmap(lambda t: t / (1 + t.norm()))(x),
             "forward transforms a function .* instead of torch.vmap",
         ),
-        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "forward uses torch.func within the trace"),
+        (lambda block, y, x: torch.func.grad(lambda t: block.up(t).sum())(x), "forward uses torch.func within"),
         pytest.param(
             lambda block, y, x: torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (y,)),
             "layer.0: forward transforms a function.*; use torch.where instead of torch.cond",
