@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import fx
 
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
+from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.graph_text import graph_text
+from hydragraph.passes.shard import shard
+from hydragraph.passes.variant_spec import VariantSpec
+from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,6 +28,14 @@ def llama_layer() -> tuple[Template, Mapping[str, Parameter]]:
     block = program.blocks[1]
     template = program.templates[block.template]
     return template, {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+
+
+@functools.cache
+def layer(part: StagePart, partitioner: str = "min_cut") -> Variant:
+    template, parameters = llama_layer()
+    learning = frozenset((*template.parameters, "hidden"))
+    spec = VariantSpec(template, parameters, part, torch.float32, learning, partitioner)
+    return differentiate(spec, shard(template, parameters, part))
 
 
 def check_golden(name: str, graph: fx.GraphModule) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import threading
 from collections.abc import Mapping
@@ -18,20 +17,12 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes import differentiate as module
-from hydragraph.passes.differentiate import Variant, differentiate
+from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.shard import shard
-from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.passes.golden_template import check_golden, llama_layer
+from tests.passes.golden_template import layer as compiled
 from tests.thorough import only
-
-
-@functools.cache
-def compiled(part: StagePart, partitioner: str = "min_cut") -> Variant:
-    template, parameters = llama_layer()
-    learning = frozenset((*template.parameters, "hidden"))
-    spec = VariantSpec(template, parameters, part, torch.float32, learning, partitioner)
-    return differentiate(spec, shard(template, parameters, part))
 
 
 def test_golden_texts() -> None:
@@ -39,8 +30,7 @@ def test_golden_texts() -> None:
     part = StagePart(StageKind(2), 0)
     sharded = shard(template, parameters, part)
     check_golden("llama_shard_tp2_rank0", sharded.graph)
-    learning = frozenset((*template.parameters, "hidden"))
-    variant = differentiate(VariantSpec(template, parameters, part, torch.float32, learning), sharded)
+    variant = compiled(part)
     check_golden("llama_forward_tp2_rank0", variant.forward)
     check_golden("llama_backward_tp2_rank0", variant.backward)
 

@@ -16,8 +16,7 @@ from hydragraph.passes.collective_operators import RESULT, STARTS
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.overlap_collectives import overlap_collectives
 from hydragraph.spec.stage_kind import StageKind, StagePart
-from tests.passes.golden_template import check_golden
-from tests.passes.test_accumulate import layer
+from tests.passes.golden_template import check_golden, layer
 from tests.thorough import thorough
 
 PRODUCTS = (torch.ops.aten.mm.default, "addmm_")

@@ -14,8 +14,8 @@ from hydragraph.passes.split_backward import split_backward
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
-from tests.passes.golden_template import check_golden
-from tests.passes.test_accumulate import fed, layer, weights
+from tests.passes.golden_template import check_golden, layer
+from tests.passes.test_accumulate import fed, weights
 from tests.thorough import first, only
 
 

@@ -16,8 +16,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.overlap_collectives import overlap_collectives
 from hydragraph.passes.sums_in_pieces import sums_in_pieces
 from hydragraph.spec.stage_kind import StageKind, StagePart
-from tests.passes.golden_template import check_golden
-from tests.passes.test_accumulate import layer
+from tests.passes.golden_template import check_golden, layer
 
 KINDS = [StageKind(2), StageKind(2, recompute=True), StageKind(2, recompute=0.5)]
 
