@@ -16,7 +16,7 @@ from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.fake_gpu import GPU, compile_for_gpu, interpret, misplaced
-from tests.models import MODELS
+from tests.models import MODELS, mixtral
 from tests.thorough import thorough
 
 FORMS = (StageKind(), StageKind(recompute=True), StageKind(2), StageKind(2, True))
@@ -103,8 +103,13 @@ class Custom(nn.Module):
         return logits
 
 
+@functools.cache
+def custom() -> Program:
+    return hg.capture(Custom(named=True), dtype=torch.bfloat16, check="off")
+
+
 def test_tensors_that_a_forward_makes_are_on_the_gpu() -> None:
-    captured = hg.capture(Custom(named=True), dtype=torch.bfloat16, check="off")
+    captured = custom()
     assert any(misplaced(template.graph) for template in captured.templates.values())  # where they were traced
     assert gate(captured, StageKind(), "eager") > 0
 
@@ -115,7 +120,7 @@ def test_tensors_that_a_forward_makes_on_no_named_device_are_refused() -> None:
 
 
 def test_a_gpu_counts_tokens_of_experts_in_deterministic_mode() -> None:
-    captured = program("mixtral", torch.float32)
+    captured = hg.capture(mixtral(num_hidden_layers=1), check="off")
     variants = Variants(captured)
     traced = variants.get(captured.blocks[1], StagePart())
     spec = variants.spec(captured.blocks[1], StagePart())
@@ -127,7 +132,7 @@ def test_a_gpu_counts_tokens_of_experts_in_deterministic_mode() -> None:
 
 
 def test_the_cpu_runs_graphs_as_they_were_traced() -> None:
-    captured = program("llama", torch.bfloat16)
+    captured = custom()
     variants = Variants(captured)
     traced = variants.get(captured.blocks[1], StagePart())
     assert bind(traced, torch.device("cpu")) is traced
