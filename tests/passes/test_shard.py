@@ -113,7 +113,7 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_sums_in_pieces_equal_the_whole_template(name: str) -> None:
     program, model = captured(name)
-    for block in program.blocks:
+    for block in program.blocks[1:]:
         check(program, model, block, 3, sequence_parallel=False, in_pieces=True)
 
 
