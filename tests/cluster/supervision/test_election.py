@@ -37,7 +37,7 @@ def registers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreRegister]]:
 
 @pytest.fixture
 def machines(registers: list[StoreRegister]) -> Iterator[list[Election]]:
-    elections = [Election(register, number) for number, register in enumerate(registers)]
+    elections = [Election(register, number, before=5.0 + number) for number, register in enumerate(registers)]
     yield elections
     for election in elections:
         election._closed.set()
@@ -49,6 +49,9 @@ def test_the_next_machine_leads_once_the_first_one_reaches_the_register_no_more(
     first, second = machines
     until(lambda: first.leads)
     assert not second.leads
+    until(lambda: second.standing.lease.term)
+    second.join()
+    assert second.before == 5.0, "the run had begun"
     ended: list[float] = []
     first.guard(Fence(lambda standing, now: standing.leads(now), lambda: ended.append(time.monotonic())))
     first.write(place="here", record="the run")
@@ -61,6 +64,9 @@ def test_the_next_machine_leads_once_the_first_one_reaches_the_register_no_more(
     assert second.standing.lease.prior == 0
     assert not second.standing.lease.place
     assert second.record() == "the run"
+    assert second.standing.lease.before == 5.0
+    with pytest.raises(Deposed, match="no longer leads: the register does not answer"):
+        first.check()
     registers[0].answers = True
     with pytest.raises(Deposed, match="machine 0 could not renew its lease"):
         first.write(record="another run")
@@ -99,27 +105,11 @@ def test_a_register_that_never_answers_is_reported(
         Election(registers[0], 0)
 
 
-def test_a_leader_without_an_answer_says_why_it_no_longer_leads(
-    registers: list[StoreRegister], machines: list[Election]
-) -> None:
-    until(lambda: machines[0].leads)
-    registers[0].answers = False
-    until(lambda: not machines[0].leads)
-    with pytest.raises(Deposed, match="no longer leads: the register does not answer"):
-        machines[0].check()
-
-
-def test_a_machine_that_joins_a_run_knows_what_was_in_the_folder_before_it(registers: list[StoreRegister]) -> None:
+def test_a_machine_that_reaches_no_leader_decides_by_its_own_folder(registers: list[StoreRegister]) -> None:
     first = Election(registers[0], 0, before=5.0)
     until(lambda: first.leads)
-    second = Election(registers[1], 1, before=7.0)  # the run has begun
-    second.join()
-    assert second.before == 5.0
     first._closed.set()
-    until(lambda: second.leads)
-    assert second.standing.lease.before == 5.0
-    second._closed.set()
-    third = Election(registers[0], 0, before=7.0)  # no leader was reached: its own command decides
-    until(lambda: third.leads)
-    assert third.standing.lease.before == 7.0
-    third._closed.set()
+    other = Election(registers[1], 0, before=7.0)
+    until(lambda: other.leads)
+    assert other.standing.lease.before == 7.0
+    other._closed.set()
