@@ -191,7 +191,7 @@ def break_off(kind: str, folder: Path) -> None:
     world = join("cpu")
     watch = world.watch
     groups = Groups(world, timedelta(seconds=120), watch=watch)
-    size = 32 * 1024 * 1024
+    size = 8 * 1024 * 1024
     inp, out = torch.ones(2 * size), torch.zeros(2 * size)
     dist.barrier()
     if world.rank == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.cluster.launch import launch
-from tests.thorough import first, thorough
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,6 +50,29 @@ assert isinstance(one, Result) and one.losses == other.losses and len(one.losses
 print("typed", hg.launch(lambda: steps, 1))
 """
 
+# As TYPED, without a program.
+TYPED_ALONE = """
+from torch import nn
+import hydragraph as hg
+
+class Result:
+    def __init__(self, size):
+        self.size = size
+
+class Mine(nn.Linear):
+    pass
+
+steps = 2
+
+def train(model):
+    assert isinstance(model, Mine)
+    return Result(model.out_features * steps)
+
+one, other = hg.launch(train, 2, prepare=lambda: Mine(1, 3))
+assert isinstance(one, Result) and one.size == other.size == 6
+print("typed", hg.launch(lambda: steps, 1))
+"""
+
 UNGUARDED = """
 import hydragraph as hg
 
@@ -60,12 +83,18 @@ hg.launch(train, 2)
 """
 
 
-@pytest.mark.parametrize("how", first(["stdin"], ["-c", "stdin", "-i"]))
-def test_what_is_typed_runs_on_ranks(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        pytest.param("stdin", TYPED_ALONE, id="alone"),
+        *(pytest.param(how, TYPED, marks=thorough, id=how) for how in ("-c", "stdin", "-i")),
+    ],
+)
+def test_what_is_typed_runs_on_ranks(how: str, text: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(TYPED)
-    arguments = {"-c": ["-c", TYPED], "stdin": ["-"], "-i": ["-i", str(script)]}[how]
-    typed = TYPED if how == "stdin" else ""
+    script.write_text(text)
+    arguments = {"-c": ["-c", text], "stdin": ["-"], "-i": ["-i", str(script)]}[how]
+    typed = text if how == "stdin" else ""
     done = subprocess.run(
         [sys.executable, *arguments],
         input=typed,
