@@ -23,8 +23,8 @@ MODELS = {
 }
 TRIED = {
     "llama": [
-        "<[2]x1,[1,0]x1sr> zb-h1",  # odd order, sequence parallelism to the end, a vocabulary that 2 does not divide
-        "<[0]x2> + <[1]x2r>",  # two pipelines, an idle rank
+        "<[2]x1,[1,0]x1s> zb-h1",  # odd order, sequence parallelism to the end, a vocabulary that 2 does not divide
+        "<[0]x2> + <[1]x2>",  # two pipelines, an idle rank
     ],
     "tied gpt2": [
         "<[0,1]x3,[2]x1> + <[3]x4>",  # different degrees and depths
