@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hydragraph.frontend.packed_inputs import token_cross_entropy
+from hydragraph.private.transformers_models import transformers_with_models
 from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, TrainConfig
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
@@ -134,12 +135,11 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
                     f"{vocabulary}: {type(error).__name__}: {first}"
                 ) from error
         else:
-            from transformers import AutoModelForCausalLM
-
             settings = _changed_config(config)
             settings.dtype = torch.float32
+            kind: Any = transformers_with_models().AutoModelForCausalLM
             with _read_by_transformers(config):
-                model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
+                model = kind.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # like from_pretrained
     if config.directory is not None and Path(config.directory, "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -180,9 +180,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
 
 
 def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
+    kind: Any = transformers_with_models().AutoModelForCausalLM
     if config.architecture is not None:
         kind = _model_class(config.architecture)
         settings = model_config(config, vocabulary, end_of_text)
@@ -210,10 +208,9 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
 
 
 def _changed_config(config: ModelConfig) -> Any:
-    from transformers import AutoConfig
-
+    kind: Any = transformers_with_models().AutoConfig
     with _read_by_transformers(config):
-        settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
+        settings = kind.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
     if not config.config:
         return settings
     kind = type(settings)
@@ -287,7 +284,7 @@ def _field(config: ModelConfig) -> str:
 
 
 def _model_class(name: str) -> Any:
-    import transformers
+    transformers = transformers_with_models()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = getattr(transformers, name, None)
