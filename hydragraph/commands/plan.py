@@ -13,7 +13,7 @@ EXAMPLE = (
     "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
     "plan.yaml, where cluster.yaml lists device types and nodes (see docs/planner.md), and run.yaml is a config of "
     "hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from "
-    "hydragraph profile --type NAME. If some devices are slow: --health health.yaml with {3: 2.57, 5: inf}. "
+    "hydragraph profile --type NAME. Rank 3 slow, rank 5 lost: --health health.yaml with {3: 2.57, 5: inf}. "
     "Equal devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
     "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
     "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'."

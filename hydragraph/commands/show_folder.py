@@ -59,7 +59,7 @@ class ShownStrategy:
 
 @dataclass(frozen=True)
 class ShownFolder:
-    """A compiled folder: its summary, its graphs (read on demand), and the strategies that fit."""
+    """A compiled folder: its summary, its graphs (read on demand), and the strategies that compiled."""
 
     path: Path
     summary: Summary

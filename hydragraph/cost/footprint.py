@@ -22,7 +22,7 @@ class HalvesFootprint:
     Attributes:
         first, second: peak of the values that each half creates, including results.
         postponed: values that the input half computes or saves for the weight half.
-        keeps: values that the input half saves unchanged: "hidden", "aux", "output" or "tangent".
+        keeps: which of "hidden", "aux", "output" and "tangent" the weight half needs; not in `postponed`.
     """
 
     first: int

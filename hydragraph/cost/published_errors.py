@@ -18,7 +18,7 @@ PUBLISHED = {
     "on V100s mixed with T4s": (7, 0.116),
 }
 MIXED = ("V100", "T4")
-FLAT = "a flat efficiency was not compared with published runs"
+FLAT = "the error with one efficiency for all operations is unknown"
 MEMORY = "memory from the sizes of compiled graphs (mean error 11% on 11 published runs, at most 28%)"
 
 

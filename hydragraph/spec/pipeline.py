@@ -19,7 +19,7 @@ class Stage:
     """Consecutive layers, tensor-parallel over a group of devices.
 
     Attributes:
-        sequence_parallel: split the tokens over the devices outside of tensor-parallel regions.
+        sequence_parallel: outside of tensor-parallel regions, split the tokens over the devices.
         recompute: True: save only each layer's input and recompute its forward in the backward. A memory budget between
             0 and 1, in hundredths: save about this fraction of the activations, always including results of attention
             and collectives. False: save all activations that the backward needs, except those that are cheap to

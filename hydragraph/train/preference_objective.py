@@ -80,9 +80,9 @@ class PairResult:
         loss: mean over the pairs.
         weights: factor of each answer's token losses -log p. The weighted sum of token losses has the same gradient as
             the sum of pair losses.
-        figures: means over the pairs of `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and
-            `accuracy` (fraction of pairs whose preferred answer has the higher reward; ties count half). DPO adds
-            `log_ratio` (mean of log p - log p_ref over answers).
+        figures: means of `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and `accuracy` (1
+            if the preferred answer has the higher reward, 0.5 for a tie). DPO adds `log_ratio` (mean of log p -
+            log p_ref over answers).
     """
 
     pairs: int

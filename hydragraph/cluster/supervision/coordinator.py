@@ -124,7 +124,7 @@ def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return `Nodes` if a launcher with one process per machine set the environment, else None."""
+    """Return `Nodes` if the environment is from a launcher of one process per machine, else None."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
