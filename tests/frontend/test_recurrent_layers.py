@@ -16,6 +16,7 @@ from hydragraph.frontend.recurrent_layers import packed_recurrences
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.graph_node import ALONG_SEQUENCES
 from tests import reference
+from tests.frontend.execute import batch, loss
 from tests.models import randomised, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -63,6 +64,18 @@ def compare(gradients: dict[str, Tensor], losses: list[float]) -> None:
     assert losses == pytest.approx(wanted.losses, rel=1e-5)
 
 
+def test_packed_sequences_have_the_gradients_of_each_alone() -> None:
+    made, given = model(), batch(LENGTHS)
+    wanted = reference.train(made, [list(given["input_ids"][0].split(LENGTHS))], sgd)
+    found = loss(program(), made, given) / sum(n - 1 for n in LENGTHS)
+    named = dict(made.named_parameters())
+    gradients = dict(zip(named, torch.autograd.grad(found, list(named.values()), materialize_grads=True), strict=True))
+    name, ratio = reference.worst(gradients, wanted.gradients[0])
+    assert ratio <= 1, name
+    assert float(found) == pytest.approx(wanted.losses[0], rel=1e-5)
+
+
+@thorough
 def test_packed_sequences_train_as_each_alone() -> None:
     exe = hg.compile(model(), "<tp1,pp1>", sgd, program=program())
     gradients = exe.gradients(sequences(LENGTHS))
