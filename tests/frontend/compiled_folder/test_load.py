@@ -28,7 +28,8 @@ from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
 from tests.frontend.compiled_folder.folders import edit, rehash, resign, written, written_for_one_rank
 from tests.frontend.compiled_folder.struck import outcome, struck
-from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
+from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, randomised, sequences
+from tests.own_models import small
 from tests.thorough import first, only
 
 # Run in turn; in the second strategy the last rank has the last stage, which the first strategy does not have.
@@ -65,6 +66,8 @@ def partly_frozen(model: nn.Module) -> nn.Module:
 def model_of(name: str) -> nn.Module:
     if name == "lora":
         return hand_written_lora()
+    if name == "small":
+        return randomised(small(layers=2))
     return FAMILIES[name]() if name in FAMILIES else llama(layers=2)
 
 
@@ -107,12 +110,12 @@ def as_traced(name: str, dtype: torch.dtype, variants: Variants) -> dict[str, Te
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("llama", torch.float32),
+        ("small", torch.float32),
         *(
             pytest.param(name, torch.bfloat16, marks=pytest.mark.thorough)
             for name in ("llama", "lora", "mixtral", "an uneven width")
         ),
-        *(pytest.param(name, torch.float32, marks=pytest.mark.thorough) for name in ("lora", *FAMILIES)),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.thorough) for name in ("llama", "lora", *FAMILIES)),
     ],
 )
 def test_ranks_that_start_from_a_folder_train_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
