@@ -13,7 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.varlen_attention import attention_backend, reference, varlen_attention
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_varlen_attention import bounds, packed, results
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 # Relative error in the 2-norm: of fp32 arithmetic, and of 16-bit inputs to each product.
 BOUND = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -44,13 +44,9 @@ def compare(
 
 
 @interpreted
-@settings(max_examples=3)
-@given(
-    st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 40]), min_size=1, max_size=3).filter(any),
-    st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-    st.sampled_from([16, 24]),
-    st.booleans(),
-    st.sampled_from([None, 1.0, -0.3]),
+@pytest.mark.parametrize(
+    ("lengths", "heads", "size", "causal", "scale"),
+    [([17, 0, 33], (4, 2), 16, True, None), ([1, 16], (3, 1), 24, False, -0.3)],
 )
 def test_values_and_gradients(
     lengths: list[int], heads: tuple[int, int], size: int, causal: bool, scale: float | None
@@ -58,8 +54,36 @@ def test_values_and_gradients(
     compare(lengths, heads, size, causal=causal, scale=scale)
 
 
+@thorough
 @interpreted
-@settings(max_examples=4)
+@settings(max_examples=40)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 40]), min_size=1, max_size=3).filter(any),
+    st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    st.sampled_from([16, 24]),
+    st.booleans(),
+    st.sampled_from([None, 1.0, -0.3]),
+)
+def test_values_and_gradients_of_any_shapes(
+    lengths: list[int], heads: tuple[int, int], size: int, causal: bool, scale: float | None
+) -> None:
+    compare(lengths, heads, size, causal=causal, scale=scale)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "causal", "window", "chunk", "cap"),
+    [([40], True, 17, None, 0.8), ([33, 1], False, 5, None, None), ([40], True, None, 9, None)],
+)
+def test_windows_chunks_and_caps(
+    lengths: list[int], causal: bool, window: int | None, chunk: int | None, cap: float | None
+) -> None:
+    compare(lengths, (2, 1), 16, causal=causal, window=window, chunk=chunk, cap=cap)
+
+
+@thorough
+@interpreted
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from([0, 1, 16, 33, 70]), min_size=1, max_size=2).filter(any),
     st.booleans(),
@@ -67,7 +91,7 @@ def test_values_and_gradients(
     st.sampled_from([None, 9, 32]),
     st.sampled_from([None, 0.8]),
 )
-def test_windows_chunks_and_caps(
+def test_any_windows_chunks_and_caps(
     lengths: list[int], causal: bool, window: int | None, chunk: int | None, cap: float | None
 ) -> None:
     compare(lengths, (2, 1), 16, causal=causal, window=window, chunk=chunk, cap=cap)
@@ -76,7 +100,7 @@ def test_windows_chunks_and_caps(
 @interpreted
 @pytest.mark.parametrize("dtype", first([torch.bfloat16], [torch.float16, torch.bfloat16]))
 def test_sixteen_bits_are_as_good_as_their_inputs(dtype: torch.dtype) -> None:
-    compare([33, 0, 1, 20], (4, 1), 32, dtype)
+    compare([33, 0, 1], (2, 1), 32, dtype)
 
 
 @interpreted
@@ -96,7 +120,7 @@ def test_one_token_attends_to_itself() -> None:
 
 @interpreted
 def test_more_sequences_than_one_look_at_the_table_finds() -> None:
-    lengths = [0] * 127 + [5, 1, 0, 3]
+    lengths = [0] * 127 + [5, 1, 3]
     q, k, v, _ = (x.detach().float() for x in packed(lengths, 1, 1, 16))
     starts = bounds(lengths, torch.int64)
     found = varlen_attention(q, k, v, starts, backend="triton")
@@ -126,7 +150,7 @@ def test_other_sequences_do_not_change_a_single_bit() -> None:
 def test_two_runs_agree_to_the_last_bit() -> None:
     first, second = [], []  # type: ignore[var-annotated]
     for found in (first, second):
-        q, k, v, cu_seqlens = packed([20, 13], heads=4, kv=1, size=16)
+        q, k, v, cu_seqlens = packed([20, 13], heads=2, kv=1, size=16)
         inputs = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
         found.extend(results(varlen_attention(*inputs, cu_seqlens, backend="triton"), *inputs))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
