@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.passes.graph_node import dropout, operands
+from tests.thorough import thorough
 
 
 class Block(nn.Module):
@@ -88,7 +89,11 @@ def test_a_model_in_evaluation_has_only_what_it_asks_for() -> None:
             "weight",
             r"layer.0: dropout is applied to a value of shape \['16', '16'\], .*; set that dropout probability to 0",
         ),
-        ("row", r"a value of shape \['1', '\w+'\], .*; .* or apply dropout to values with one row per token"),
+        pytest.param(
+            "row",
+            r"a value of shape \['1', '\w+'\], .*; .* or apply dropout to values with one row per token",
+            marks=thorough,
+        ),
         (
             "channels",
             "draws random numbers, which would differ between ranks; use torch.nn.functional.dropout",

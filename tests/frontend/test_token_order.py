@@ -188,7 +188,8 @@ def counted(block: Traced, x: Tensor) -> Tensor:
     "compute",
     [
         *(not_back, back_by_another, place_as_data, counts_as_data, the_most_first, grouped_by_others),
-        *(sorted_by_what_may_be_negative, neighbours_in_the_order, the_wrong_quotient, two_orders, torn, folded),
+        *(sorted_by_what_may_be_negative, the_wrong_quotient, two_orders, torn, folded),
+        pytest.param(neighbours_in_the_order, marks=thorough),
         *(copies_as_neighbours, copies_beside_neighbours, copies_of_copies, counted),
     ],
 )
