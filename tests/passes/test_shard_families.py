@@ -14,6 +14,7 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Program
 from hydragraph.passes.shard import gradient_kinds
+from hydragraph.passes.variants import local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import MODELS, bert, captured, randomised
 from tests.own_models import Own, distilled, weighted
@@ -77,15 +78,29 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
         check(program, model, block, tp, sequence_parallel)
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), first([(2, False)], [(2, False), (3, True)]))
-def test_latent_attention_is_cut_by_heads(tp: int, sequence_parallel: bool) -> None:
+@functools.cache
+def latent_program() -> tuple[Program, nn.Module]:
     if not hasattr(transformers, "MiniCPM3Config"):
         pytest.skip("this transformers has no MiniCPM3")
-    program, model = capture_both(latent())
+    return capture_both(latent())
+
+
+def test_latent_attention_is_cut_by_heads() -> None:
+    program, _ = latent_program()
     rules = {name.split("self_attn.")[1]: p.rule for name, p in program.parameters.items() if "self_attn." in name}
     assert rules["q_b_proj.weight"] == ShardRule(0, (6,), 24, heads=True)
     assert rules["kv_b_proj.weight"] == ShardRule(0, (6,), 28, heads=True)
     assert rules["kv_a_proj_with_mqa.weight"] is None
+    template = program.templates[program.blocks[1].template]
+    kinds = gradient_kinds(template, local_parameters(program, program.blocks[1], template), StagePart(StageKind(2), 0))
+    kinds = {name.removeprefix("self_attn."): kind for name, kind in kinds.items()}
+    assert kinds["kv_a_proj_with_mqa.weight"] is kinds["kv_a_layernorm.weight"] is GradientKind.REPLICA
+
+
+@thorough
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (3, True)])
+def test_latent_attention_of_ranks_equals_the_whole(tp: int, sequence_parallel: bool) -> None:
+    program, model = latent_program()
     check(program, model, program.blocks[1], tp, sequence_parallel)
 
 
