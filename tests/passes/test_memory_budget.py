@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ BUDGETS = [False, 0.6, 0.1, True]
 BATCH = MicroBatch(4096, 1)
 
 
+@functools.cache
 def of_block(program: Program, kind: StageKind, index: int = 0) -> Variant:
     return Variants(program).get(program.blocks[1], StagePart(kind, index))
 
