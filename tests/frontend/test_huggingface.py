@@ -26,7 +26,6 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import (
@@ -73,7 +72,7 @@ def falcon(**changes: Any) -> nn.Module:
 )
 def test_layers_that_call_pytorchs_attention_are_captured(changes: dict[str, Any]) -> None:
     model = falcon(**changes)
-    program = hg.capture(model, check="full")
+    program = capture(model)
     assert program.layers == 1
     assert difference(program, model) is None
 

@@ -61,7 +61,7 @@ def test_windows_of_single_layers_are_captured() -> None:
     assert calls(program) == [(8, None, None), (None, None, None)]
 
 
-@only("<lambda>")
+@thorough
 @pytest.mark.parametrize("build", [lambda: llama4(layer_types=["full_attention"], num_hidden_layers=1), qwen2_moe])
 def test_the_remedies_help(build: Callable[[], nn.Module]) -> None:
     assert capture(build()).causal

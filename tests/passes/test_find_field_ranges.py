@@ -12,7 +12,7 @@ from hydragraph.frontend.mini_batch import MiniBatch
 from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from tests.models import captured
-from tests.own_models import Own
+from tests.own_models import Own, small
 from tests.thorough import thorough
 
 
@@ -43,7 +43,8 @@ class Looking(Own):
     """Looks ids up in a smaller table too, two rows further on, and in a buffer by index."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=0)
+        self.stack = small().stack
         self.more = nn.Embedding(64, 32)
         self.register_buffer("table", torch.rand(50, 32))
 
@@ -77,6 +78,6 @@ def of_a_teacher(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_probabilities_of_a_teacher_are_no_classes() -> None:
-    program = capture(Own(), loss=of_a_teacher, example={"teacher": torch.rand(1, 8, 101)})
+    program = capture(small(), loss=of_a_teacher, example={"teacher": torch.rand(1, 8, 101)})
     assert "teacher" not in {limit.field for limit in field_ranges_of(program)}
     assert own_fields(program)["teacher"].padding == 0, "adds nothing to the loss"

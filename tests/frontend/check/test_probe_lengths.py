@@ -16,7 +16,7 @@ from hydragraph.frontend.check.probe_lengths import LONGEST, lengths_of
 from hydragraph.frontend.check.probe_sequences import batches, draw_sequences, ids_of
 from hydragraph.ir.program import Program
 from tests.models import captured, randomised, tiny
-from tests.own_models import Own
+from tests.own_models import Own, small
 from tests.thorough import thorough
 
 
@@ -44,7 +44,7 @@ def test_what_is_too_long_is_said() -> None:
 
 
 def test_a_table_of_positions_bounds_lengths() -> None:
-    model = randomised(Own())
+    model = randomised(small())
     model.window = 500  # type: ignore[assignment]
     assert max(lengths_of(model, capture(model), 1000).tokens) <= 128
 
