@@ -17,6 +17,7 @@ from hydragraph.engine.strategy_selector import Chooser
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests import models
 from tests.generations import regroup
+from tests.own_models import small
 from tests.ready import Ready
 from tests.thorough import thorough
 
@@ -31,19 +32,19 @@ PROFILE = Profile(
     "made up",
     {(1, 1): Constants(1e-6, 1e-4, 1e-4), (2, 1): Constants(5e-7, 7e-5, 4e-4), (1, 2): Constants(5e-7, 5e-5, 3e-4)},
     {1: 16, 2: 16},
-    limits={(1, 1): 64, (2, 1): 200, (1, 2): 150},
+    limits={(1, 1): 64, (2, 1): 120, (1, 2): 110},
 )
 
 
 def mini_batches() -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    sizes = [[9, 30, 17, 60, 2, 44], [150, 20, 7], [64] * 4, [5, 3]]
+    sizes = [[9, 30, 17, 60, 2, 44], [110, 20, 7], [64] * 4, [5, 3]]
     return [[torch.randint(0, 97, (n,), generator=generator) for n in each] for each in sizes]
 
 
 @pytest.fixture(scope="module")
 def prepared() -> Ready:
-    return Ready.of(models.llama(layers=LAYERS, vocab=97), TEXTS)
+    return Ready.of(small(LAYERS), TEXTS)
 
 
 def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
@@ -68,8 +69,8 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
         if how == "auto":
             said = executable.decision
             assert said.startswith("a strategy is chosen every iteration") if executable.rank == 0 else not said
-            with pytest.raises(hg.Unsupported, match="500 tokens, more than any pipeline can hold"):
-                executable.step([torch.zeros(500, dtype=torch.int64)])
+            with pytest.raises(hg.Unsupported, match="125 tokens, more than any pipeline can hold"):
+                executable.step([torch.zeros(125, dtype=torch.int64)])
             assert executable.step(mini_batches()[0]).loss > 0  # all ranks refused together, so they stay usable
         return found
     finally:

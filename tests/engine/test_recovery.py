@@ -35,6 +35,7 @@ from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.runtime.executor import _Iteration
 from tests.cost.priced import cluster, costs, mixed
 from tests.models import captured, llama, sequences
+from tests.own_models import small
 from tests.ready import Ready
 from tests.thorough import first, thorough
 
@@ -47,7 +48,7 @@ TWICE = hg.Home(copies=2)
 
 @pytest.fixture(scope="module")
 def prepared() -> Ready:
-    return Ready.of(llama(layers=2), [TEXT])
+    return Ready.of(small(2), [TEXT])
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def test_a_rank_that_is_asked_to_leave_hands_over_what_only_it_has(
 def test_a_newcomer_that_hangs_before_it_is_ready_is_given_up_and_another_joins(
     prepared: Ready, smooth: Mapping[int, float]
 ) -> None:
-    told = run(prepared, Plan(killed={1: 2}, hangs=3, wait_for=3), hg.Elastic(progress_s=2.0))
+    told = run(prepared, Plan(killed={1: 2}, hangs=3, wait_for=3), hg.Elastic(progress_s=1.0))
     assert len(told) == 3
     same(told, smooth)
     assert max(peer.member for each in told for survived in each.survived for peer in survived.peers) == 4

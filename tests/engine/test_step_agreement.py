@@ -32,6 +32,7 @@ from tests.thorough import thorough
 RANKS = 3
 STRATEGY = "<[0,1]x1s,[2]x1>"
 OTHER = "<[2]x1,[1,0]x1>"
+PAIR = "<[0]x1,[1]x1>"
 STEPS = 4
 LIMIT = timedelta(seconds=100)  # against a hang
 
@@ -78,7 +79,7 @@ def test_ranks_meet_before_the_first_step_alone_and_train_to_the_same_bits() -> 
 
 
 def refusals(ready: Ready) -> list[float]:
-    exe = ready.executable(STRATEGY, adamw)
+    exe = ready.executable(PAIR, adamw)
     first = exe.rank == 0
     losses = []
 
@@ -118,11 +119,11 @@ def refusals(ready: Ready) -> list[float]:
     step(coming)
     exe.evaluate(batch(0))
     # A change after the ranks agreed on the promised step is refused before the step updates weights.
-    config: Any = ready.model.config
+    norm: Any = ready.model.norm
     group = exe.optimizer.param_groups[0]  # type: ignore[union-attr]
     changes: list[tuple[Callable[[float], object], float]] = [
         (lambda to: group.update(lr=to), 1e-2),
-        (lambda to: setattr(config, "rms_norm_eps", to), config.rms_norm_eps),
+        (lambda to: setattr(norm, "eps", to), norm.eps),
     ]
     for change, before in changes:
         coming = batch(3)
@@ -131,7 +132,7 @@ def refusals(ready: Ready) -> list[float]:
         if first:
             change(0.5)
         updates = exe.steps
-        with pytest.raises(ValueError, match=r"ranks differ in optimizer's settings|'rms_norm_eps' was changed"):
+        with pytest.raises(ValueError, match=r"ranks differ in optimizer's settings|norm: 'eps' was changed"):
             exe.step(coming)
         assert exe.steps == updates
         change(before)
@@ -140,7 +141,7 @@ def refusals(ready: Ready) -> list[float]:
 
 
 def test_what_ranks_do_not_promise_alike_or_no_step_takes_is_refused_as_ever() -> None:
-    by_rank = hg.launch(refusals, RANKS, small_llama(), timeout=LIMIT)
+    by_rank = hg.launch(refusals, 2, Ready.of(small(2), [PAIR]), timeout=LIMIT)
     assert all(losses == by_rank[0] for losses in by_rank)
     assert len(by_rank[0]) == 9
 
