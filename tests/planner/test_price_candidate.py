@@ -25,7 +25,7 @@ STRATEGIES = (
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=max(8, settings.default.max_examples // 50))
 @given(st.sampled_from(STRATEGIES), st.sampled_from(("1f1b", "gpipe", "zb-h1")), st.integers(1, 12))
 def test_few_micro_batches_tell_what_a_stage_holds(text: str, schedule: str, count: int) -> None:
     costs = priced.costs(6, priced.cluster(5, 1))
@@ -44,6 +44,7 @@ def test_few_micro_batches_tell_what_a_stage_holds(text: str, schedule: str, cou
         assert {found[rank] for rank in stage.devices} == {alone - ids}
 
 
+@settings(max_examples=max(12, settings.default.max_examples // 4))
 @given(st.sampled_from(STRATEGIES), st.integers(1, 9))
 def test_pipelines_end_as_their_costs_say(text: str, count: int) -> None:
     costs = priced.costs(6, priced.cluster(5, 1))
@@ -53,7 +54,7 @@ def test_pipelines_end_as_their_costs_say(text: str, count: int) -> None:
     assert Ends(costs, strategy, [700]).end(0, count) == pytest.approx(end, rel=1e-12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=max(8, settings.default.max_examples // 40))
 @given(
     st.sampled_from(["4*<tp1,pp1>", "<tp1,pp4>r", "2*<tp1,pp2>", "<[0]x1,[1]x3> + <[2]x2,[3]x2>", "<[0,1]x3,[2]x1>"]),
     st.lists(st.integers(1, 12), min_size=4, max_size=4),

@@ -49,7 +49,7 @@ def test_the_example_of_the_module() -> None:
 
 
 @given(pipelines(), st.lists(st.integers(0, 2000), max_size=40))
-@settings(max_examples=max(80, settings.default.max_examples // 5))
+@settings(max_examples=max(30, settings.default.max_examples // 5))
 def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
     check(kinds, sizes, assign_pipelines(kinds, sizes))
 
@@ -107,7 +107,7 @@ def test_a_long_sequence_with_a_window_leaves_room_for_others() -> None:
 
 
 @given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=30), st.integers(0, 3))
-@settings(max_examples=max(25, settings.default.max_examples // 16))
+@settings(max_examples=max(12, settings.default.max_examples // 16))
 def test_promises_hold_of_uneven_stages_links_and_tables(
     kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_promises_hold_of_uneven_stages_links_and_tables(
 
 
 @given(uneven(pipelines(most=2)), st.lists(st.integers(1, 2000), min_size=1, max_size=5))
-@settings(max_examples=40)
+@settings(max_examples=max(12, settings.default.max_examples // 25))
 def test_what_is_found_lies_between_the_best_of_all_and_the_bound(
     kinds: tuple[PipelineCost, ...], sizes: list[int]
 ) -> None:
@@ -136,7 +136,7 @@ def test_what_is_found_lies_between_the_best_of_all_and_the_bound(
 
 
 @given(pipelines(most=2), st.lists(st.integers(1, 2000), min_size=1, max_size=4))
-@settings(max_examples=20)
+@settings(max_examples=max(10, settings.default.max_examples // 50))
 def test_the_best_of_all_is_that_of_trying_everything(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
     best = np.inf
     for chosen in itertools.product(range(len(kinds)), repeat=len(sizes)):
@@ -155,7 +155,7 @@ def test_the_best_of_all_is_that_of_trying_everything(kinds: tuple[PipelineCost,
 
 
 @given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=20), st.integers(0, 2))
-@settings(max_examples=25)
+@settings(max_examples=max(8, settings.default.max_examples // 40))
 def test_more_effort_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int) -> None:
     efforts = [Effort(0, 1.0), Effort(0, 1e-3), Effort(3, 1e-3), Effort(10, 1e-3), Effort(10, 0.0), Effort(40, 0.0)]
     found = [assign_pipelines(kinds, sizes, effort=effort, seed=seed).seconds for effort in efforts]

@@ -72,7 +72,7 @@ def test_descent_ends_where_no_step_helps(kinds: tuple[PipelineCost, ...], sizes
 
 
 @given(pipelines(), st.lists(st.sampled_from([1, 5, 60, 61, 700]), min_size=2, max_size=20), st.booleans(), st.data())
-@settings(max_examples=30)
+@settings(max_examples=max(10, settings.default.max_examples // 33))
 def test_a_step_is_the_best_of_all_though_of_equal_sequences_one_is_looked_at(
     kinds: tuple[PipelineCost, ...], sizes: list[int], formed: bool, data: st.DataObject
 ) -> None:

@@ -43,7 +43,7 @@ def best_of_all(given: AssignmentProblem, bubble: Bubble) -> float:
 
 
 @given(pipelines(most=3), st.lists(st.integers(1, 2000), min_size=1, max_size=6), BUBBLES)
-@settings(max_examples=60)
+@settings(max_examples=max(20, settings.default.max_examples // 16))
 def test_search_reaches_the_best_of_all(kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble) -> None:
     made = problem_of(kinds, sizes, bubble=bubble)
     relaxed = bounded(made, made.cost, eq3_room(made), longest_first(made))
@@ -61,6 +61,7 @@ def test_the_integer_program_is_exact(bubble: Bubble) -> None:
     assert value(made, exact_dispatch(made)) == pytest.approx(best_of_all(made, bubble), rel=1e-6)
 
 
+@settings(max_examples=max(15, settings.default.max_examples // 4))
 @given(pipelines(), st.lists(st.integers(0, 2000), max_size=40), BUBBLES, st.integers(0, 3))
 def test_promises_hold_of_any_input(
     kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble, seed: int

@@ -55,7 +55,7 @@ def check(pipeline: PipelineCost, sizes: list[int], packed: planner.Packing) -> 
 
 
 @given(pipelines(most=1), st.lists(st.integers(0, 2000), min_size=1, max_size=7))
-@settings(max_examples=60)
+@settings(max_examples=max(20, settings.default.max_examples // 16))
 def test_it_is_within_a_few_percent_of_the_best_of_all_partitions(
     kinds: tuple[PipelineCost, ...], sizes: list[int]
 ) -> None:

@@ -2,7 +2,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.planner.generators.malleus_autohet import STRAGGLER, search
@@ -59,6 +59,7 @@ def room_of(
     return room, over, seconds
 
 
+@settings(max_examples=max(12, settings.default.max_examples // 4))
 @given(stages())
 def test_no_layers_leave_more_room_within_the_bound(
     drawn: tuple[int, float, float, list[np.ndarray], np.ndarray, np.ndarray],

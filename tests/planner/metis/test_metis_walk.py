@@ -17,7 +17,7 @@ from tests.uncompiled import uncompiled
 @pytest.mark.parametrize("order", ["naive", "memory"])
 def test_a_walk_takes_the_steps_and_finds_the_plans_of_the_literal_one(order: metis.Order) -> None:
     found = 0
-    for seed in range(25):
+    for seed in range(12):
         problem = literal.draw(seed, most_devices=8, most_layers=6, types=3)
         expected = literal.walk(problem, order == "memory")
         sound = [literal.price(plan) for plan, _ in expected.plans if literal.can_train(plan)]
@@ -31,7 +31,7 @@ def test_a_walk_takes_the_steps_and_finds_the_plans_of_the_literal_one(order: me
         assert best.claimed == pytest.approx(min(cost for _, cost in expected.plans), rel=1e-9)
         assert literal.can_train(best)
         found += 1
-    assert found > 15
+    assert found > 7
 
 
 @thorough
