@@ -256,9 +256,14 @@ def _imported(function: FunctionType) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def _arguments_of(function: FunctionType, *operations: str) -> list[Any]:
-    instructions = (instruction for code in _codes(function.__code__) for instruction in dis.get_instructions(code))
-    return [instruction.argval for instruction in instructions if instruction.opname in operations]
+def _arguments_of(function: FunctionType, *operations: str) -> tuple[Any, ...]:
+    return _arguments(function.__code__, operations)
+
+
+@functools.cache
+def _arguments(function: CodeType, operations: tuple[str, ...]) -> tuple[Any, ...]:
+    instructions = (instruction for code in _codes(function) for instruction in dis.get_instructions(code))
+    return tuple(instruction.argval for instruction in instructions if instruction.opname in operations)
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
