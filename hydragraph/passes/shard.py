@@ -325,11 +325,13 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
-        # All ranks must use equal chunks, so `rows` is an approximation, equal on all ranks.
+        # All ranks must use equal chunks, so the last rank's rows count.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
-        rows = -(-int(shape(head.weight)[0]) // self.part.tp)
-        arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
+        rule = self.parameters[head.weight].rule
+        assert rule is not None
+        first, end = rule.units(0, self.part.tp, self.part.tp - 1)
+        arguments = (flat, self.copied[head.weight], labels, start, head.ignored, (end - first) * rule.unit)
         if head.reduction == SUM:
             smoothed = (head.smoothing, int(shape(head.weight)[0]))
             fused = self.call(tp_ops.tp_head_loss.default, *arguments, *smoothed)

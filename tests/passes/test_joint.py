@@ -98,12 +98,11 @@ def test_derived_graphs_equal_traced_ones(
     program = captured(name)
     kind = StageKind(2, sequence_parallel)
     part, again = StagePart(kind, 1), StagePart(kind._replace(recompute=True), 0)
-    chosen = [*specs(program, part), specs(program, again)[1]]
-    if not sequence_parallel:
-        chosen.append(specs(program, part, fused=True)[-1])
+    fused = [specs(program, StagePart(kind._replace(tp=tp), 1), fused=True)[-1] for tp in (2, 4)]
+    chosen = [*specs(program, part), specs(program, again)[1], *fused]
     derived = list(map(said, chosen))
-    # embed, the layer once for both, the head, and without sequence parallelism the head that includes the loss
-    assert traces == [0] * (3 if sequence_parallel else 4)
+    # embed, the layer once for both, the head, and the head that includes the loss once for both degrees
+    assert traces == [0] * 4
     monkeypatch.setattr(joint, "_wide_trace", lambda *_: None)
     assert derived == list(map(said, chosen))
 
