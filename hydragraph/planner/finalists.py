@@ -181,6 +181,7 @@ def finalists(
     known: dict[tuple[Strategy, Assignment], Settled | Shortage] | None = None,
     moved: Moved | None = None,
     exactly: Exactly | None = None,
+    clock: Clock | None = None,
 ) -> Finalists:
     """Choose owners and check memory for the most promising proposals, and simulate the best.
 
@@ -189,16 +190,17 @@ def finalists(
         until: after this deadline, one plan that fits is enough.
         known: results of earlier calls, extended in place.
         moved: bytes that change owner under a home; if given, proposals within `near` are sorted by them.
+        clock: estimates of earlier calls.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
     began = time.monotonic()
-    clock = _Clock(costs)
+    clock = clock or Clock(costs)
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     estimated = {one.strategy for one in estimates}
     others = [other for other in found if other.strategy not in estimated]
-    queue = _Queue(costs, clock, estimates, others, until, near, moved)
+    queue = _Queue(clock, estimates, others, until, near, moved)
     settled: dict[Strategy, Settled] = {}
     short: list[Shortage] = []
     while True:
@@ -237,15 +239,13 @@ class _Queue:
 
     def __init__(
         self,
-        costs: Costs,
-        clock: _Clock,
+        clock: Clock,
         estimates: Sequence[Proposal],
         others: Sequence[Proposal],
         until: float | None,
         near: float,
         moved: Moved | None,
     ) -> None:
-        self._costs = costs
         self._clock = clock
         self._until = until
         self._near = near
@@ -266,7 +266,7 @@ class _Queue:
 
     def _promise(self, proposal: Proposal) -> None:
         if not proposal.strategy.shares and not is_late(self._until):
-            best = promised(self._costs, proposal.strategy, proposal.assignment.lengths)
+            best = self._clock.promised(proposal.strategy, proposal.assignment.lengths)
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
@@ -309,7 +309,7 @@ class _Queue:
     def _try(self, each: Proposal) -> None:
         self._cut.add(each.strategy)
         try:
-            assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
+            assignment, last = self._clock.cut(each.strategy, each.assignment.lengths)
         except Unsupported:  # owners that are chosen later may make the proposal fit
             return
         seconds = self._clock.seconds(each.strategy, assignment)
@@ -354,7 +354,7 @@ def _equal_home(costs: Costs, one: Settled) -> Home | None:
 
 
 def _estimated(
-    costs: Costs, clock: _Clock, found: Sequence[Proposal], near: float, until: float | None
+    costs: Costs, clock: Clock, found: Sequence[Proposal], near: float, until: float | None
 ) -> list[Proposal]:
     best = math.inf
     estimates: list[Proposal] = []
@@ -367,7 +367,7 @@ def _estimated(
     return estimates + _improved(costs, clock, estimates, until)
 
 
-def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
+def _estimate(clock: Clock, proposal: Proposal) -> list[Proposal]:
     strategies = [strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None]
     seconds = (proposal.expected_s if s.shares else clock.seconds(s, proposal.assignment) for s in strategies)
     return [
@@ -376,8 +376,8 @@ def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
     ]
 
 
-class _Clock:
-    """Cache of time estimates that include traffic but do not check the owners' memory."""
+class Clock:
+    """Cache of micro-batches, and of time estimates with traffic that do not check the owners' memory."""
 
     def __init__(self, costs: Costs) -> None:
         def under(strategy: Strategy) -> list[Iterations]:
@@ -388,12 +388,15 @@ class _Clock:
 
         self._iterations = cache(under)
         self.home = cache(home)
+        self.cut = cache(partial(cut, costs))
+        self.promised = cache(partial(promised, costs))
+        self.seconds = cache(self._seconds)
 
-    def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
+    def _seconds(self, strategy: Strategy, assignment: Assignment) -> float:
         return min(iterations.seconds(assignment) for iterations in self._iterations(strategy))
 
 
-def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
+def _improved(costs: Costs, clock: Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
     seen_strategies = {proposal.strategy for proposal in estimates}
     improved: list[Proposal] = []
     for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:

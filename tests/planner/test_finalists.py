@@ -4,13 +4,15 @@ from dataclasses import replace
 import pytest
 
 import hydragraph as hg
-from hydragraph.planner.finalists import Moved, finalists, proposals, unlike
+from hydragraph.planner import finalists as module
+from hydragraph.planner.finalists import Clock, Moved, finalists, proposals, unlike
 from hydragraph.planner.generators.malleus_autohet import TOGETHER, search
 from hydragraph.planner.generators.symmetric import Simple, simple
 from hydragraph.planner.micro_batch_sizes import cut
 from hydragraph.planner.price_candidate import Settled, Shortage, form_of, settle, simulated
 from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.state_shares import fraction_of
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from tests.cost import priced
 from tests.thorough import first, only
@@ -51,6 +53,16 @@ def test_micro_batches_are_formed_before_a_proposal_is_settled(monkeypatch: pyte
     (one,) = finalists(costs, found, 0.0, None).settled
     assert found[0].assignment.counts == (1,)
     assert one.assignments == (cut(costs, pipeline, LENGTHS)[0],)
+
+
+def test_searches_share_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = priced.costs(6, priced.mixed())
+    found = proposals(costs, LENGTHS, [], [], simple(costs, 12, 700, [1, 2]))
+    clock = Clock(costs)
+    known: dict[tuple[hg.Strategy, Assignment], Settled | Shortage] = {}
+    before = finalists(costs, found, 0.0, None, known, clock=clock)
+    monkeypatch.setattr(module, "Iterations", None)
+    assert finalists(costs, found, 0.0, None, known, clock=clock) == before
 
 
 def test_a_plan_is_there_however_late_it_is() -> None:
