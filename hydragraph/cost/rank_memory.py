@@ -6,7 +6,7 @@ A rank's shard of the state needs 16 bytes per trained element (weight, gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -157,8 +157,18 @@ def _placed(
     outline: Outline, strategy: Strategy, counts: tuple[int, ...], rank: int, ranks: int
 ) -> tuple[Placement, tuple[Instruction, ...], Mapping[tuple[Op, str], tuple[tuple[int, ...], ...]]]:
     placement = place(outline, strategy, counts)
-    users = {(turn.op, turn.name): turn.stages for turn in turns(placement, "train")}
-    return placement, placed_program(placement, "", "train", rank, ranks).instructions, users
+    return (
+        placement,
+        placed_program(placement, "", "train", rank, ranks).instructions,
+        _users(outline, strategy, counts),
+    )
+
+
+@lru_cache(16)
+def _users(
+    outline: Outline, strategy: Strategy, counts: tuple[int, ...]
+) -> Mapping[tuple[Op, str], tuple[tuple[int, ...], ...]]:
+    return {(turn.op, turn.name): turn.stages for turn in turns(place(outline, strategy, counts), "train")}
 
 
 class Walk:
@@ -206,6 +216,7 @@ class Walk:
         self._known_traffic: dict[tuple[Op, str], BucketTraffic] = {}
         self._known_messages: dict[tuple[Op, BucketTraffic], MessageBytes] = {}
         self._known_at_home: dict[BucketTraffic, bool] = {}
+        self._known_footprints: dict[tuple[str, MicroBatch], Footprint] = {}
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
@@ -226,6 +237,8 @@ class Walk:
         self._alive = Alive()
         self._on_host: dict[Value, int] = {}
         self._most_on_host = 0
+        self._most = -1
+        self._largest: dict[str, int] = {}
 
     @cached_property
     def at_home(self) -> Memory:
@@ -248,23 +261,23 @@ class Walk:
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
-        most = -1
         at = -1
-        largest: dict[str, int] = {}
         after = []
         for i, instruction in enumerate(self._instructions):
             self._alive.drop(*self._over.get(i, ()))
-            for working in self._run(instruction):
-                now = self._alive.total + working
-                if now > most:
-                    most = now
-                    at = i
-                    largest = {"working": working, **self._alive.sums}
+            before = self._most
+            self._run(instruction)
+            at = i if self._most > before else at
             after.append(at_home.home + self._alive.total)
-        return replace(at_home, **largest, host=self._most_on_host), at, after
+        return replace(at_home, **self._largest, host=self._most_on_host), at, after
 
-    def _run(self, instruction: Instruction) -> Iterator[int]:
-        for value in instruction.after:
+    def _measure(self, working: int) -> None:
+        if self._alive.total + working > self._most:
+            self._most = self._alive.total + working
+            self._largest = {"working": working, **self._alive.sums}
+
+    def _run(self, instruction: Instruction) -> None:
+        for value in instruction.after if self._messages else ():
             if value.kind is ValueKind.WEIGHTS:
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
@@ -272,9 +285,9 @@ class Walk:
         if instruction.op is Op.PULL:
             self._pull(instruction.target, held=bool(instruction.writes))
         elif instruction.op is Op.FORWARD:
-            yield from self._forward(instruction)
+            self._forward(instruction)
         elif instruction.op is Op.BACKWARD:
-            yield from self._backward(instruction)
+            self._backward(instruction)
         elif instruction.op is Op.OFFLOAD:
             self._offload(instruction)
         elif instruction.op is Op.FETCH:
@@ -286,7 +299,7 @@ class Walk:
             self._send(instruction)
         elif instruction.op is Op.PUSH:
             self._push(instruction.target)
-        yield 0
+        self._measure(0)
         if instruction.op is Op.COMMIT:
             self._alive.drop(*self._in_flight)
         elif instruction.op is Op.FREE:
@@ -362,7 +375,7 @@ class Walk:
         split = self._stages[ranks[0]].kind.sequence_parallel
         return GradientKind.PARTIAL if split else GradientKind.REPLICA
 
-    def _forward(self, instruction: Instruction) -> Iterator[int]:
+    def _forward(self, instruction: Instruction) -> None:
         m = instruction.micro_batch
         assert m is not None
         if instruction.target == "aux":
@@ -371,7 +384,7 @@ class Walk:
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._part.tp if enters else 0
-        yield block.forward + part
+        self._measure(block.forward + part)
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
             hidden = next((v for v in instruction.reads if v.kind is ValueKind.ACTIVATION), "")
@@ -380,7 +393,7 @@ class Walk:
             own = block.saved + (part if "hidden" in block.keeps else 0)
             self._alive.add(instruction.writes[1], "activations", own, *shared)
 
-    def _backward(self, instruction: Instruction) -> Iterator[int]:
+    def _backward(self, instruction: Instruction) -> None:
         m = instruction.micro_batch
         assert m is not None
         block = self._footprint(instruction.target, m)
@@ -392,10 +405,10 @@ class Walk:
             self._begin_sums(sums)
         work = instruction.work
         if work is Work.BACKWARD:
-            yield block.backward + part
+            self._measure(block.backward + part)
         else:
             halves = self._model.halves(instruction.target, self._part, self._batches[m])
-            yield halves.first + part if work is Work.INPUT_GRADIENT else halves.second
+            self._measure(halves.first + part if work is Work.INPUT_GRADIENT else halves.second)
             if work is Work.INPUT_GRADIENT:
                 self._postpone(instruction, halves)
         self._alive.drop(instruction.reads[0])
@@ -403,7 +416,7 @@ class Walk:
             if value.kind is ValueKind.ACTIVATION_GRADIENT:
                 self._hidden(value, whole=enters or not self._part.sequence_parallel)
         self._begin_sums([value for value in sums if value not in self._alive])
-        yield 0 if work is Work.INPUT_GRADIENT else block.gradients
+        self._measure(0 if work is Work.INPUT_GRADIENT else block.gradients)
 
     def _postpone(self, instruction: Instruction, halves: HalvesFootprint) -> None:
         k = self._model.outline.index[instruction.target]
@@ -445,15 +458,18 @@ class Walk:
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Return whether sequence-parallel ranks receive a block's entire input and send its entire output."""
+        if not self._part.sequence_parallel:
+            return False, False
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None
         visit = stage.visit_of(index)
         first, end = stage.blocks[visit]
-        split = self._part.sequence_parallel
         role = next(role for role in stage.roles if role.visit == visit)
-        return split and index == first and bool(role.previous), split and index == end - 1 and bool(role.following)
+        return index == first and bool(role.previous), index == end - 1 and bool(role.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
-        assert self._stage is not None
-        return self._model.footprint(block, self._part, self._batches[m])
+        key = block, self._batches[m]
+        if key not in self._known_footprints:
+            self._known_footprints[key] = self._model.footprint(block, self._part, self._batches[m])
+        return self._known_footprints[key]
