@@ -43,6 +43,7 @@ from hydragraph.spec.strategy import Strategy
 
 FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
+KEPT = 16  # simulations
 IN_FLIGHT = 2  # assumed number of buckets in flight, each of the largest size
 
 
@@ -82,6 +83,7 @@ class Costs(Pricing):
         self._of_strategies: dict[tuple[Strategy, ...], Costs] = {}
         self._longest = LongestMicroBatch(self)
         self._fixed: dict[object, float] = {}
+        self._simulated: dict[object, Timeline] = {}
 
     def changed(
         self,
@@ -107,6 +109,8 @@ class Costs(Pricing):
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
         if costs.profile is self.profile and alike:
             costs._longest = LongestMicroBatch(costs, self._longest)
+        if not (profile or cluster or health is not None or corrections is not None or push_itemsize or state_bytes):
+            costs._simulated = self._simulated
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
@@ -296,7 +300,13 @@ class Costs(Pricing):
             batches = micro_batches_of(strategy, assignment)
             return memory_curves(timeline, lambda rank, over: self.walk(strategy, batches, rank, over=over))
 
-        return self._timeline(strategy, assignment.counts, self.work(strategy, assignment), curves)
+        key = self.home, strategy, assignment
+        if key not in self._simulated:
+            work = self.work(strategy, assignment)
+            self._simulated[key] = self._timeline(strategy, assignment.counts, work, curves)
+            for oldest in list(self._simulated)[:-KEPT]:
+                del self._simulated[oldest]
+        return self._simulated[key]
 
     def work(self, strategy: Strategy, assignment: Assignment) -> CostedWork:
         """Return the cost of each instruction.

@@ -447,3 +447,16 @@ def test_frozen_blocks_below_the_first_trained_block_run_no_backward() -> None:
     # Layer 0 is below; layers 2 and 3, though frozen, pass gradients on to layer 1.
     assert [times for times, _ in stage.forward[0]] == [1, 4, 1]
     assert [times for times, _ in stage.backward[0]] == [3, 1]
+
+
+def test_a_simulation_is_computed_once_for_equal_costs() -> None:
+    some = costs(6, cluster(2))
+    strategy = Strategy.parse("<tp1,pp2>", 6)
+    owned = [some.changed(home=hg.Home((1.0, 2.0))) for _ in range(2)]
+    assignments = [Assignment.even([count], [64]) for count in range(1, 40)]
+    timelines = [owned[0].simulate(strategy, each) for each in assignments]
+    assert owned[1].simulate(strategy, assignments[-1]) is timelines[-1]
+    assert owned[1].simulate(strategy, assignments[0]) is not timelines[0], "few are kept"
+    assert some.changed(home=hg.Home((2.0, 1.0))).simulate(strategy, assignments[-1]) is not timelines[-1]
+    slower = owned[0].changed(health=hg.Health({1: 2.0})).simulate(strategy, assignments[-1])
+    assert slower.seconds > timelines[-1].seconds
