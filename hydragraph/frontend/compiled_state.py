@@ -333,14 +333,8 @@ class CompiledState:
             self._add(f"attributes of {name}", functools.partial(_attributes, reference), values, readers)
             defaults = functools.partial(_defaults, reference)
             self._add(f"defaults of {name}", defaults, defaults_of(function), readers)
-            cells = cells_of(function)
-            # Stored cells would keep these values alive.
-            apart = nn.Module | nn.Parameter | types.MethodType
-            inner = _contents(cells)
-            kept = {n: c for n, c in cells.items() if not isinstance(inner[n], apart) and not has_state(inner[n])}
-            self._add(f"variables of {name}", functools.partial(_contents, kept), _contents(kept), readers)
-            for variable, value in inner.items():
-                self._add_reached(f"{variable} in {name}", value, readers)
+            variables = functools.partial(_variables, reference)
+            self._add(f"variables of {name}", variables, variables() or {}, readers)
             globals_read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType)}
             self._add(f"globals of {name}", lambda scope=function.__globals__: scope, globals_read, readers)  # type: ignore[misc]
 
@@ -405,8 +399,12 @@ def _defaults(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] |
     return None if function is None else defaults_of(function)
 
 
-def _contents(cells: Mapping[str, types.CellType]) -> dict[str, Any]:
-    return {name: cell.cell_contents for name, cell in cells.items()}
+def _variables(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] | None:
+    function = reference()
+    if function is None:
+        return None
+    contents = {name: cell.cell_contents for name, cell in cells_of(function).items()}
+    return {name: value for name, value in contents.items() if not isinstance(value, nn.Parameter)}
 
 
 def _shown(value: Any) -> str:

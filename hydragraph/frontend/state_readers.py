@@ -8,13 +8,14 @@ import collections
 import dis
 import functools
 import inspect
+import operator
 import sys
 import sysconfig
 import textwrap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MappingView
 from types import (
-    BuiltinFunctionType,
+    BuiltinMethodType,
     CellType,
     CodeType,
     FunctionType,
@@ -34,7 +35,7 @@ _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _RATES = ("drop", "jitter", "noise")
-SEQUENCES = (list, tuple, set, frozenset, collections.deque, collections.UserList)
+SEQUENCES = (list, tuple, set, frozenset, collections.deque, collections.UserList, MappingView, weakref.WeakSet)
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # Classes of values that other code changes, by the beginning of their qualified names.
 _LIVE = ("torch.optim.", "multiprocessing.", "ctypes.", "_thread._local", "_contextvars.ContextVar", "os._Environ")
@@ -140,6 +141,11 @@ class Readers:
             _refuse_live(owner, self._where)
         if isinstance(value, functools.partial):
             self._pending += [value.func, *value.args, *value.keywords.values()]
+            self.names |= {part for name in value.args if isinstance(name, str) for part in name.split(".")}
+        elif isinstance(value, operator.attrgetter):
+            self._dynamic = True
+        elif type(value).__module__ == "functools":
+            self._pending += _wrapped(getattr(value, "__dict__", {}).values())
         elif isinstance(owner, type):
             self._add_class(owner)
         elif isinstance(owner, nn.Module) or has_state(owner):
@@ -154,7 +160,12 @@ class Readers:
                 self._pending += [v for n, v in vars(k).items() if n.startswith("__") and n not in _NOT_FOLLOWED]
 
     def _add(self, function: FunctionType) -> None:
-        if id(function) in self.functions or not _is_users(function):
+        if not _is_users(function):
+            self._pending += _wrapped(
+                [*vars(function).values(), *(c.cell_contents for c in cells_of(function).values())]
+            )
+            return
+        if id(function) in self.functions:
             return
         _refuse_outside(function)
         self.functions[id(function)] = function
@@ -178,10 +189,18 @@ class Readers:
 
 
 def referent(value: Any) -> Any:
-    """Return the object of a weak reference or proxy, or any other value itself."""
+    """Return the object of a weak reference, proxy or built-in method, or any other value itself."""
     if type(value) in weakref.ProxyTypes:
         return value.__init__.__self__
+    if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
+        return value.__self__
     return value() if isinstance(value, weakref.ref) else value
+
+
+def _wrapped(values: Iterable[Any]) -> list[Any]:
+    """Return the functions that a wrapper of a library may call."""
+    inside = [part for value in values for part in (value.values() if type(value) is dict else [value])]
+    return [part for part in inside if isinstance(part, FunctionType | MethodType | functools.partial)]
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
@@ -216,7 +235,7 @@ def _refuse_outside(function: FunctionType) -> None:
 def _asks_clocks(function: FunctionType, names: set[str]) -> bool:
     cells = [cell.cell_contents for cell in cells_of(function).values()]
     for value in [*globals_of(function).values(), *cells, *_imported(function)]:
-        if isinstance(value, BuiltinFunctionType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
+        if isinstance(value, BuiltinMethodType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
             return True
         source = (
             value.__name__ if isinstance(value, ModuleType) else value.__module__ if isinstance(value, type) else ""

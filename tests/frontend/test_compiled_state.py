@@ -440,15 +440,15 @@ def a_class() -> type:
         (read_directly, lambda: type("Settings", (OfAnnealed,), {}), "class Settings"),
         (read_directly, a_module, "module settings_of_a_test"),
         (read_from_an_import, a_module, "module settings_of_a_test"),
-        (read_directly, Slotted, "settings in read_directly.<lambda>"),
-        (read_directly, Weighted, "settings in read_directly.<lambda>"),
-        (read_by_a_method, Annealed, "settings in read_by_a_method.<lambda>"),
+        (read_directly, Slotted, "variables of read_directly.<lambda>.settings"),
+        (read_directly, Weighted, "variables of read_directly.<lambda>.settings"),
+        (read_by_a_method, Annealed, "variables of read_by_a_method.<lambda>.settings"),
         (read_from_an_attribute, Annealed, "loss.argument 0.settings"),
         (read_from_an_own_attribute, Annealed, "attributes of read_from_an_own_attribute.loss.settings"),
         (read_from_an_own_attribute, a_class, "class Settings"),
         (read_from_a_default, Annealed, "defaults of read_from_a_default.<lambda>.given"),
         (lambda settings: settings.loss, lambda: Weighted(), "loss.inner"),
-        (lambda settings: lambda x: settings(x), lambda: Weighted(), "settings in"),
+        (lambda settings: lambda x: settings(x), lambda: Weighted(), "variables of"),
     ],
 )
 def test_what_a_loss_reads_from_elsewhere_is_compared(reads: Any, make: Callable[[], Any], where: str) -> None:
@@ -492,6 +492,10 @@ class OfInherited(metaclass=Inherited):
     pass
 
 
+class Table(dict[str, float]):
+    pass
+
+
 LONG, DEEP, UNDER = [1.0] * 2000, {"a": {"b": {"c": {"d": {"e": {"f": 1.0}}}}}}, {"b": 1.0}
 HELD = Annealed()
 
@@ -511,6 +515,12 @@ HELD = Annealed()
         (lambda h: h[0].item(), [torch.ones(())], lambda h: h[0].fill_(3.0)),
         (lambda h: float(h[0]), np.ones(1), lambda h: h.fill(3.0)),
         (lambda h: h.beta, OfInherited, lambda h: Inherited.table.update(beta=3.0)),
+        (lambda h: h["b"], Table(b=1.0), lambda h: h.update(b=3.0)),
+        (lambda h: sum(h), UNDER.values(), lambda h: UNDER.update(b=5.0)),
+        (lambda h: h("b"), UNDER.get, lambda h: UNDER.update(b=7.0)),
+        (lambda h: h(), functools.partial(getattr, HELD, "beta"), lambda h: setattr(HELD, "beta", 7.0)),
+        (lambda h: h(HELD), operator.attrgetter("beta"), lambda h: setattr(HELD, "beta", 9.0)),
+        (lambda h: float(len(h)), weakref.WeakSet([HELD]), lambda h: h.clear()),
     ],
 )
 def test_values_inside_of_what_a_loss_reads_are_compared(
@@ -526,10 +536,43 @@ def test_values_inside_of_what_a_loss_reads_are_compared(
         state.check()
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *(torch.no_grad(), torch.compiler.disable, contextlib.contextmanager),
+        *(functools.cache, functools.singledispatch, functools.partialmethod, functools.cached_property),
+    ],
+)
+def test_functions_that_a_library_wraps_are_followed(wrap: Any) -> None:
+    settings = {"beta": 1.0}
+    wrapped = wrap(lambda *_: settings["beta"])
+
+    class Own:
+        read = wrapped
+
+    def loss(x: Tensor) -> Any:
+        return Own().read
+
+    state = CompiledState(model(), loss, {})
+    settings["beta"] = 3.0
+    with pytest.raises(Unsupported, match="'settings' was changed"):
+        state.check()
+
+
+def test_another_object_in_a_variable_of_a_loss_is_noticed() -> None:
+    settings = Annealed()
+    loss = lambda x: x.sum() * settings.beta  # noqa: E731
+    state = CompiledState(model(), loss, {})
+    settings = Annealed()
+    with pytest.raises(Unsupported, match="'settings' was changed"):
+        state.check()
+
+
 def test_a_container_may_hold_itself() -> None:
     held: list[Any] = [1.0]
     held.append(held)
-    state = CompiledState(model(), lambda x: x.sum() * held[0], {})
+    loss = lambda x: x.sum() * held[0]  # noqa: E731
+    state = CompiledState(model(), loss, {})
     held[0] = 2.0
     with pytest.raises(Unsupported, match="'held' was changed"):
         state.check()
