@@ -19,15 +19,15 @@ from tests.models import llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
 
-RANKS, LAYERS = 4, 2
-STRATEGIES = ["<[0,1]x1s,[2]x1r> + <[3]x2>", "<[3]x1,[0]x1>"]
+RANKS, LAYERS = 3, 2
+STRATEGIES = ["<[0,1]x1s,[2]x1>", "<[2]x1,[0]x1> + <[1]x2>"]
 HOMES = {
     "equal": hg.Home(),
-    "uneven, by bucket": hg.Home([3, 0.25, 0, 2], buckets={"layer.0": [0, 0, 0, 1]}),
-    "twice, one node with most shares": hg.Home([3, 1, 1, 2], copies=2, nodes=[0, 0, 0, 1]),
+    "uneven, by bucket": hg.Home([3, 0, 2], buckets={"layer.0": [0, 0, 1]}),
+    "twice, one node with most shares": hg.Home([3, 1, 2], copies=2, nodes=[0, 0, 1]),
 }
-ONE_OWNER = {"one owner": hg.Home([0, 0, 1, 0])}
-BF16 = [STRATEGIES[0], "4*<tp1,pp1>", "<[2,0]x2>"]
+ONE_OWNER = {"one owner": hg.Home([0, 1, 0])}
+BF16 = [STRATEGIES[0], "3*<tp1,pp1>", "<[2,0]x2>"]
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -113,14 +113,14 @@ def train_and_refuse(prepared: Ready, folder: Path) -> tuple[list[Seen], list[st
 
 
 def refused(prepared: Ready) -> list[str]:
-    """Compile with homes that do not fit four ranks on two nodes; return what each says."""
+    """Compile with homes that do not fit three ranks on two nodes; return what each says."""
     rank, said = torch.distributed.get_rank(), []
-    os.environ["GROUP_RANK"] = "01"[rank == 3]  # as torchrun tells the ranks of a node
+    os.environ["GROUP_RANK"] = "01"[rank == 2]  # as torchrun tells the ranks of a node
     homes = [
         hg.Home([1, 1]),
-        hg.Home([1, 1, 1, 1] if rank else [1, 2, 1, 1]),
-        hg.Home(buckets={"layer.9": [1, 1, 1, 1]}),
-        hg.Home([1, 1, 1, 0], copies=2),
+        hg.Home([1, 1, 1] if rank else [1, 2, 1]),
+        hg.Home(buckets={"layer.9": [1, 1, 1]}),
+        hg.Home([1, 1, 0], copies=2),
     ]
     for home in homes:
         try:
@@ -188,12 +188,12 @@ def test_ranks_own_what_they_are_given(seen: list[list[Seen]]) -> None:
     sizes = {name: [seen[rank][i].shard for rank in range(RANKS)] for i, name in enumerate(HOMES)}
     total = sum(sizes["equal"])
     one = sum(p.nbytes for name, p in model().named_parameters() if "layers.0." in name)
-    others = [size - one * (rank == 3) for rank, size in enumerate(sizes["uneven, by bucket"])]
-    assert [size / (total - one) for size in others] == pytest.approx([12 / 21, 1 / 21, 0, 8 / 21], abs=0.005)
-    assert others[2] == 0
+    others = [size - one * (rank == 2) for rank, size in enumerate(sizes["uneven, by bucket"])]
+    assert [size / (total - one) for size in others] == pytest.approx([3 / 5, 0, 2 / 5], abs=0.005)
+    assert others[1] == 0
     # The node with most shares owns everything once, divided as its ranks' shares are; the other node the rest.
     parts = [size / total for size in sizes["twice, one node with most shares"]]
-    assert parts == pytest.approx([0.6, 0.2, 0.2, 1.0], abs=0.005)
+    assert parts == pytest.approx([0.75, 0.25, 1.0], abs=0.005)
 
 
 def test_what_one_home_saved_another_loads_bit_for_bit(seen: list[list[Seen]]) -> None:
@@ -217,8 +217,8 @@ def test_clipping_and_16_bits(tmp_path: Path) -> None:
         assert found.norms == pytest.approx(equal.norms, rel=1e-2), name
         assert found.resumed[0]
     twice = [seen[2].owned for seen in by_rank]
-    for key, (intervals, kept) in twice[3].items():  # which owns everything
-        for rank in range(3):
+    for key, (intervals, kept) in twice[2].items():  # which owns everything
+        for rank in range(2):
             at = 0
             for lo, hi in twice[rank][key][0]:
                 for mine, other in zip(kept, twice[rank][key][1], strict=True):
@@ -232,8 +232,8 @@ def test_homes_that_do_not_fit_are_refused_on_all_ranks(ranks: list[tuple[list[S
     said = [each for _, each in ranks]
     assert said == [said[0]] * RANKS
     count, differ, bucket, alone = said[0]
-    assert "the run has 4 ranks" in count
-    assert "ranks differ in home: '1,2,1,1' on ranks [0]; '4*1' on ranks [1, 2, 3]" in differ
+    assert "the run has 3 ranks" in count
+    assert "ranks differ in home: '1,2,1' on ranks [0]; '1,1,1' on ranks [1, 2]" in differ
     assert "the model has no parameter bucket 'layer.9': use one of model.embed_tokens.weight, layer.0" in bucket
     assert "all owners are on node 0, but the second copy needs another node" in alone
 
