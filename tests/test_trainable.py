@@ -15,7 +15,7 @@ import hydragraph as hg
 from hydragraph.ir.program import Program
 from tests import reference
 from tests.adapted import LAYERS, MODELS
-from tests.models import sequences
+from tests.models import llama, sequences
 from tests.ready import Ready
 from tests.thorough import first, thorough
 
@@ -157,12 +157,12 @@ def test_alone_in_16_bits(name: str, backend: str) -> None:
 @cache
 def untrained() -> tuple[nn.Module, Program]:
     """Return a model of which nothing is trained, with its program."""
-    model = MODELS["norms alone"]().requires_grad_(False)
+    model = llama(layers=1).requires_grad_(False)
     return model, hg.capture(model)
 
 
 def test_nothing_to_train_is_refused() -> None:
-    (model, program), strategy = untrained(), hg.Strategy.parse("<tp1,pp1>", LAYERS)
+    (model, program), strategy = untrained(), "<tp1,pp1>"
     assert not any(p.trainable for p in program.parameters.values())
     with pytest.raises(hg.Unsupported, match="no parameter gets a gradient"):
         hg.compile(model, strategy, sgd, program=program, device="cpu").close()
@@ -175,4 +175,4 @@ def test_nothing_to_train_is_refused() -> None:
 def test_a_program_captured_with_other_parameters_frozen_is_refused() -> None:
     _, program = untrained()
     with pytest.raises(ValueError, match="captured from a model other than this"):
-        hg.compile(MODELS["frozen embedding"](), hg.Strategy.parse("<tp1,pp1>", LAYERS), program=program, device="cpu")
+        hg.compile(llama(layers=1), "<tp1,pp1>", program=program, device="cpu")

@@ -210,7 +210,7 @@ def test_an_objective_with_dropout_is_remarked(changed: dict[str, float], told: 
 
 @pytest.mark.parametrize("dropout", first([False], [True, False]))
 def test_dropout_of_adapters_is_active_and_is_not_taken_for_that_of_the_models_config(dropout: bool) -> None:
-    settings = config(adapter={"lora": {"dropout": 0.05}}, model__dropout=dropout)
+    settings = config(adapter={"lora": {"dropout": 0.05, "targets": ["q_proj"]}}, model__dropout=dropout)
     model = adapted(skeleton(settings.model, 300), settings.adapter, 0)
     assert dropout_rates(model) == {}
     assert hydragraph.capture(model, check="off").drops
