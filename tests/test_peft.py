@@ -26,7 +26,7 @@ peft = pytest.importorskip("peft")
 LAYERS, STEPS = 2, 2
 LENGTHS = [20, 7, 33, 1, 12]
 STRATEGIES = ["<[0,1]x1,[2]x1>", "<[2]x1,[0,1]x1s>"]
-PLAIN = ["<[2,0]x2r>"]
+PLAIN = ["<[1,0]x2>"]
 KINDS: dict[str, dict[str, Any]] = {
     "few": {"target_modules": ["q_proj", "down_proj"]},
     "plain": {},
@@ -94,7 +94,7 @@ def train(prepared: Ready, strategies: list[str], path: str, plain: bool = False
     for i, batch in enumerate(batches()):
         exe.step(batch, strategy=chosen[i % len(chosen)])
     weights = exe.full_state_dict()
-    handed = dict(exe.weights(to=(2, 0))) if plain else {}
+    handed = dict(exe.weights(to=(1,))) if plain else {}
     exe.save_pretrained(f"{path}/adapter")
     exe.save_pretrained(f"{path}/merged", merged=True)
     exe.close()
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Run]:
     """Return what every rank saw of plain adapters."""
-    return hg.launch(train, 3, PLAIN, str(folder), True, prepare=plain_ready)
+    return hg.launch(train, 2, PLAIN, str(folder), True, prepare=plain_ready)
 
 
 def test_blocks_agree_on_shards_of_adapters_as_wide_as_their_layers() -> None:
@@ -139,10 +139,9 @@ def test_adapters_are_handed_to_the_ranks_that_ask_as_save_pretrained_writes_the
     plain: list[Run], folder: Path
 ) -> None:
     written = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert not plain[1].handed
-    for run in (plain[0], plain[2]):
-        assert run.handed.keys() == written.keys()
-        assert all(torch.equal(run.handed[name], tensor) for name, tensor in written.items())
+    assert not plain[0].handed
+    assert plain[1].handed.keys() == written.keys()
+    assert all(torch.equal(plain[1].handed[name], tensor) for name, tensor in written.items())
 
 
 @thorough
