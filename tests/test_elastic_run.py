@@ -102,17 +102,16 @@ def test_a_run_whose_leader_is_killed_continues_in_the_other_processes(
 
     The command runs in this process, which is started already.
     """
-    auto = {"strategies": ["auto"], "plan": {"choose": True, **devices(tmp_path)}}
-    early = {"evaluate_every": 1, "keep_best": True, "patience": 3, "min_improvement": 100.0}  # only the first counts
-    monkeypatch.setattr(train, "train_rank", partial(killed_once, 0, 2))
+    early = {"evaluate_every": 1, "keep_best": True, "patience": 2, "min_improvement": 100.0}  # only the first counts
+    monkeypatch.setattr(train, "train_rank", partial(killed_once, 0, 1))
     elastic = {"copies": 2, "rejoin": False, "replan": True}
-    done = run_here("train", written(tmp_path, elastic=elastic, **early, **auto))
+    done = run_here("train", written(tmp_path, elastic=elastic, plan={"choose": True, **devices(tmp_path)}, **early))
     run = tmp_path / "run"
     assert done.exit_code == 0, done.output
     before = [each["pid"] for each in json.loads((tmp_path / MARK).read_text())]
     assert ranks(run) == before[1:]
     history = read_metrics(run / "metrics.jsonl")
-    assert [metrics.step for metrics in history] == list(range(1, 5)), "1, and 3 evaluations later"
+    assert [metrics.step for metrics in history] == list(range(1, 4)), "1, and 2 evaluations later"
     assert (run / "checkpoints" / f"step-{lowest(history):08d}" / "complete.json").is_file()
     events = [event for event in read_events(run / "events.jsonl") if event.event in ("fault", "resumed")]
     assert [event.event for event in events] == ["fault", "resumed"]
