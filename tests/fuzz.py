@@ -170,9 +170,9 @@ def compute(prepared: Ready, cases: list[Case]) -> list[Found]:
     return found
 
 
-def differences(model: ModelCase, cases: list[Case]) -> list[str]:
+def differences(model: ModelCase, cases: list[Case], ranks: int = RANKS) -> list[str]:
     """Run cases on gloo processes and describe those that one device contradicts."""
-    found = hg.launch(compute, RANKS, cases, prepare=partial(ready, model, cases))[0]
+    found = hg.launch(compute, ranks, cases, prepare=partial(ready, model, cases))[0]
     built, wrong = model.build(), []
     for case, (loss, gradients) in zip(cases, found, strict=True):
         wanted = reference.train(copy.deepcopy(built), [case.data()], lambda p: torch.optim.SGD(p, lr=0.0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hydragraph as hg
-from tests.fuzz import PER_LAUNCH, RANKS, ModelCase, differences, draw_model, launch_of
+from tests.fuzz import PER_LAUNCH, RANKS, Case, ModelCase, differences, draw_model, launch_of
 from tests.loss_cases import LossCase
 from tests.loss_cases import outcome as outcome_of_loss
 from tests.module_cases import draw, outcome
@@ -17,19 +17,23 @@ from tests.thorough import only
 from tests.use_cases import UseCase
 from tests.use_cases import outcome as outcome_of_use
 
-CASES, MODULES = 1, 3  # a day
+MODULES = 3  # a day
 
 
-def is_small(model: ModelCase) -> bool:
-    """Return whether a model takes few seconds; `python -m tests.fuzz` draws larger ones as well."""
-    return model.layers <= 3 and model.heads <= 6 and model.kind != "mixtral"
+def is_small(model: ModelCase, case: Case) -> bool:
+    """Return whether a case takes few seconds; `python -m tests.fuzz` draws larger ones as well."""
+    if model.layers > 2 or model.heads > 6 or model.kind == "mixtral":
+        return False
+    strategy = hg.Strategy.parse(case.strategy, model.layers)
+    stages = [stage for pipeline in strategy.pipelines for stage in pipeline.stages]
+    return max(strategy.devices) < 2 and all(stage.tp == 1 for stage in stages)
 
 
-def test_todays_random_cases_equal_one_device() -> None:
+def test_todays_random_case_equals_one_device() -> None:
     seeds = itertools.count(datetime.date.today().toordinal() * 1000)
-    seed = next(seed for seed in seeds if is_small(draw_model(seed)))
-    model, cases = launch_of(seed)
-    assert not (wrong := differences(model, cases[:CASES])), f"seed {seed}: {wrong}"
+    drawn = ((seed, model, case) for seed in seeds for model, cases in [launch_of(seed)] for case in cases)
+    seed, model, case = next(each for each in drawn if is_small(*each[1:]))
+    assert not (wrong := differences(model, [case], ranks=2)), f"seed {seed}: {wrong}"
 
 
 def test_cases_depend_on_their_seed_alone_and_fit_their_model() -> None:
@@ -49,7 +53,7 @@ def test_todays_random_modules_are_right_or_refused(number: int) -> None:
     assert not (found := outcome(draw(seed))).startswith("WRONG"), f"seed {seed}: {found}"
 
 
-@only("case0-right", "case3-refused: ")
+@only("case3-refused: ")
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -63,6 +67,7 @@ def test_a_loss_is_the_sum_over_sequences_or_refused(case: LossCase, expected: s
     assert outcome_of_loss(case).startswith(expected)
 
 
+@only("steps0-r")
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
