@@ -2,8 +2,7 @@
 
 A case is a function of its seed alone. The same optimizer, data and actions are applied to a plain model in PyTorch. An
 executable must end with the same losses and weights, or refuse by `hydragraph.Unsupported` or a `ValueError`; `outcome`
-says which, and anything else is a finding. Writes through `p.data` are left out: PyTorch does not count them, and
-`frontend/compiled_state.py` says that they are not noticed.
+says which, and anything else is a finding.
 """
 
 from __future__ import annotations
@@ -197,6 +196,7 @@ ACTIONS: dict[str, Callable[[User], object]] = {
     "edit a weight": _edit,
     "replace a weight": _replace,
     "load other weights": _load,
+    "edit through data": lambda u: next(u.model.parameters()).data.mul_(0.5),
     "an attribute": lambda u: setattr(u.model, "gain", 2.0),
     "an entry": lambda u: u.model.options.update(gain=2.0),
     "a global": lambda u: SETTINGS.update(gain=2.0),

@@ -1,6 +1,6 @@
 """Detection of changes to a model's Python state that its compiled graphs would ignore.
 
-Changes of tensors that no version counter records (`p.data.zero_()`) are not detected.
+Changes of large tensors through `.data` are detected in a sample of their bytes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ _REMEDY = (
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
 _NUMBERS = (numbers.Number, np.generic, bytearray, array.array)
 _MISSING = object()
+_WHOLE, _SAMPLED = 1 << 14, 1 << 9  # bytes of a tensor
 _TABLES = frozenset(vars(nn.Module()))
 # Attributes that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
@@ -104,13 +105,13 @@ class _Names:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A parameter or buffer; `state` is its version and memory address."""
+    """A parameter or buffer."""
 
     name: str
     local: str
     tensor: weakref.ref[Tensor]
     learns: bool
-    state: tuple[int, int]
+    state: tuple[int, int, int]
     hooks: int
     meta: bool
 
@@ -353,8 +354,12 @@ def _drops(module: nn.Module, own: bool) -> bool:
     return any(rates_of(module).values()) or (own and library_of(type(module)) is None)
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    return version_of(tensor), tensor.data_ptr()
+def _state(tensor: Tensor) -> tuple[int, int, int]:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return version_of(tensor), tensor.data_ptr(), 0
+    values = tensor.detach().view(-1).view(torch.uint8)
+    step = 1 if values.numel() <= _WHOLE else values.numel() // _SAMPLED | 1
+    return version_of(tensor), tensor.data_ptr(), zlib.crc32(values[::step].numpy().tobytes())
 
 
 def _digest(tensor: Tensor) -> int:
@@ -367,7 +372,7 @@ def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, _PLAIN):
         return kind, value
     if isinstance(value, Tensor):
-        return id(value), version_of(value)
+        return id(value), *_state(value)
     if isinstance(value, np.ndarray):
         return id(value), zlib.crc32(value.tobytes())
     if isinstance(value, _NUMBERS):
