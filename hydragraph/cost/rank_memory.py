@@ -220,7 +220,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk through the same program with micro-batches of other sizes."""
+        """Return a walk through the same program with other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -257,7 +257,7 @@ class Walk:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the peak memory, the index of the instruction with the peak, and the bytes after each instruction."""
+        """Return the peak memory, its instruction's index, and the bytes after each instruction."""
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))

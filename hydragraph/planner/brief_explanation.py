@@ -126,7 +126,7 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 
 
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
-    """Simulate the rivals that `Plan.explain` shows, for at most `seconds`, and explain why they are slower."""
+    """Explain, for at most `seconds`, why the rivals that `Plan.explain` shows are slower."""
     until = time.monotonic() + seconds
     compared = _Compared(Varied(costs, workload.batches), plan)
     rivals = list(plan.rivals)

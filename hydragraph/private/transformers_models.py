@@ -8,11 +8,11 @@ from unittest import mock
 
 
 def transformers_with_models() -> Any:
-    """Import transformers and its models, whose folders it would read twice, which takes half a second."""
+    """Import transformers and its models, and read their folders only once."""
     import transformers
     from transformers.utils import import_utils
 
-    read = import_utils.create_import_structure_from_path  # caches by path
+    read = import_utils.create_import_structure_from_path
 
     def of_folder(path: str | Path) -> Any:
         return read(Path(path).parent if Path(path).is_file() else path)
