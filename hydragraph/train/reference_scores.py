@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hydragraph.atomic_write import whole_file
-from hydragraph.cluster.launch import World
-from hydragraph.cluster.processes.stop_requests import Requests
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from hydragraph.cluster.launch import World
+    from hydragraph.cluster.processes.stop_requests import Requests
     from hydragraph.engine.executable import Executable
     from hydragraph.train.watcher import Watcher
 
