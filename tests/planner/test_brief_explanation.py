@@ -17,7 +17,7 @@ WORK = hg.Workload(lengths=[[64] * 8, [90, 17, 200, 33]])
 
 def test_a_plan_for_devices_that_differ_says_why_the_usual_ones_lose() -> None:
     costs = priced.costs(4, priced.mixed())
-    plan = hg.plan(costs, WORK)
+    plan = hg.plan(costs, WORK, streaming=False)
     lines = brief_explanation(costs, WORK, plan)
     assert lines[0].startswith(f"plan: {plan.strategy.name}: ")
     assert f"expected: {plan.seconds:.3g} s per step; tightest memory: rank" in lines[1]
@@ -43,7 +43,7 @@ def test_a_plan_names_uneven_shares_and_beats_equal_ones(devices: tuple[int, int
     nodes = tuple(Node(name, n, priced.FAST, priced.SLOW, cards=n) for name, n in zip(types, devices, strict=True))
     costs = priced.costs(4, Cluster.of(types, nodes))
     work = hg.Workload(sequences=40, length=64)
-    plan = hg.plan(costs, work)
+    plan = hg.plan(costs, work, streaming=False)
     lines = brief_explanation(costs, work, plan)
     assert re.search(r"1 fast: 4 layers, \d\d% of tokens\].* \[1 slow: 4 layers, \d\d% of tokens\]", lines[0])
     assert re.search(r"^plain data parallelism: .* with equal shares takes \d\d% longer \(mostly imbalance\)", lines[2])
@@ -55,7 +55,7 @@ def test_a_plan_names_uneven_shares_and_beats_equal_ones(devices: tuple[int, int
 def test_what_does_not_fit_loses_by_its_memory() -> None:
     costs = priced.costs(4, priced.cluster(4), elements=1_000_000)
     work = hg.Workload(sequences=8, length=64)
-    plan = hg.plan(costs, work)
+    plan = hg.plan(costs, work, streaming=False)
     small = tuple(replace(device, memory_bytes=int(1.2 * max(plan.memory))) for device in costs.cluster.devices)
     pooled = costs.changed(cluster=replace(costs.cluster, devices=small))
     found = hg.plan(pooled, work)

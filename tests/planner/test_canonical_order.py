@@ -52,7 +52,7 @@ def test_who_shares_a_network_card_stays_so() -> None:
 def test_who_owns_what_and_its_nodes_are_told_as_they_were_given() -> None:
     rates = [("slow", (1.0, 1.0)), ("fast", (1.0, 1.0))]
     given = costs_of(rates, Home(copies=2, nodes=(0, 0, 1, 1)))
-    plan = hg.plan(given, hg.Workload(sequences=8, length=700))
+    plan = hg.plan(given, hg.Workload(sequences=8, length=700), streaming=False)
     assert plan.home.copies == 2
     assert plan.home.nodes == (0, 0, 1, 1)
     owned = given.changed(home=plan.home)

@@ -21,7 +21,7 @@ LENGTHS = [700] * 12
 
 
 def test_the_best_is_simulated_and_what_was_passed_ends_later() -> None:
-    costs = priced.costs(6, priced.mixed(), hg.Health({1: 2.57}))
+    costs = priced.costs(4, priced.mixed(), hg.Health({1: 2.57}))
     found = proposals(costs, LENGTHS, search(costs, 12, 700, TOGETHER), [], simple(costs, 12, 700, [1, 2]))
     last = finalists(costs, found, 0.0, None)
     best = min(each.seconds for each in last.settled)
@@ -38,7 +38,7 @@ def test_a_plan_is_as_quick_as_what_a_run_makes_of_its_strategy(rank: int, seque
     """A run cuts mini-batches in micro-batches of its own; by those of one size, others' strategies looked quicker."""
     costs = priced.costs(6, priced.cluster(4), hg.Health({rank: rate}))
     lengths = (100,) * sequences
-    found = hg.plan(costs, hg.Workload(sequences=sequences, length=100))
+    found = hg.plan(costs, hg.Workload(sequences=sequences, length=100), streaming=False)
     owned = costs.changed(home=found.home)
     for strategy in (found.strategy, hg.Strategy.parse("4*<tp1,pp1>", 6)):
         choice = PlanRequest((owned.pipelines(strategy),), (0.0,)).choose(lengths)

@@ -41,7 +41,7 @@ def test_nodes_with_devices_of_several_types_are_refused() -> None:
         hg.plan(priced.costs(3, cluster), WORK)
     # On nodes of their own, types need no names.
     apart = tuple(replace(device, type="", memory_bytes=10**9 + device.node) for device in devices)
-    hg.plan(Costs(priced.profile(3), hg.Cluster(apart, link, link)), WORK)
+    hg.plan(Costs(priced.profile(3), hg.Cluster(apart, link, link)), WORK, deadline_s=0.0)
 
 
 def test_lost_devices_are_no_room() -> None:

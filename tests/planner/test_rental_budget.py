@@ -35,6 +35,10 @@ def prices_of(costs: Costs, per_hour: Mapping[str, float]) -> RentalPrices:
     return RentalPrices(costs.cluster, {name: per_hour[name] for name in costs.cluster.types})
 
 
+def planned(costs: Costs) -> hg.Plan:
+    return hg.plan(costs, WORK, streaming=False)
+
+
 def counted(costs: Costs, ranks: tuple[int, ...]) -> tuple[int, int]:
     types = Counter(costs.cluster.type_of(rank) for rank in ranks)
     assert types["fast"] % 2 == 0, "nodes are rented whole"
@@ -66,8 +70,8 @@ def test_no_node_can_be_added_to_what_is_affordable(fast: int, slow: int, a: int
 def test_no_affordable_nodes_train_faster(budget: float) -> None:
     costs = costs_of(2, 3)
     prices = prices_of(costs, {"fast": 2.5, "slow": 1.0})
-    found = offers(costs, WORK, prices, budget, lambda some: hg.plan(some, WORK))
-    every = [hg.plan(costs.of_ranks(ranks, Home()), WORK).seconds for ranks in affordable(costs, prices, budget)]
+    found = offers(costs, WORK, prices, budget, planned)
+    every = [planned(costs.of_ranks(ranks, Home())).seconds for ranks in affordable(costs, prices, budget)]
     best = found[0]
     assert best.plan.seconds <= min(every) * (1 + NEAR)
     assert best.per_hour <= budget
@@ -84,14 +88,14 @@ def test_lost_devices_are_not_rented_and_nodes_that_are_too_small_are_passed_ove
     assert affordable(costs, prices, 1.0) == [(3,)]
     small = costs_of(1, 1, memory=100_000)
     with pytest.raises(hg.Unsupported, match="nothing fits"):
-        offers(small, WORK, prices_of(small, {"fast": 1.0, "slow": 1.0}), 2.0, lambda some: hg.plan(some, WORK))
+        offers(small, WORK, prices_of(small, {"fast": 1.0, "slow": 1.0}), 2.0, planned)
 
 
 def test_nodes_without_work_are_not_rented() -> None:
     costs = costs_of(1, 1)
     slow = hg.Health({2: 1e6})
     costs = costs.changed(health=slow)
-    (found,) = offers(costs, WORK, prices_of(costs, {"fast": 5.0, "slow": 1.0}), 20.0, lambda some: hg.plan(some, WORK))
+    (found,) = offers(costs, WORK, prices_of(costs, {"fast": 5.0, "slow": 1.0}), 20.0, planned)
     assert found.devices == "2 fast"
     assert found.per_hour == pytest.approx(10.0)
 

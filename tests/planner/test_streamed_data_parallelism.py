@@ -68,7 +68,7 @@ def test_memory_is_that_of_the_whole_iteration(text: str, count: int, tokens: li
     assert all(a >= b for a, b in zip(held(costs, strategy, home, [assignment]), memory, strict=True))
 
 
-@only("None-150000000.0", "2-400000000.0")
+@only("2-400000000.0")
 @pytest.mark.parametrize("memory", [150e6, 220e6, 400e6])
 @pytest.mark.parametrize("per_node", [None, 2])
 def test_no_other_strategy_of_one_stage_that_streams_is_faster(memory: float, per_node: int | None) -> None:
@@ -114,7 +114,7 @@ def least_that_streams() -> tuple[Costs, float]:
     rich = Costs(priced.that_saves(priced.profile(1, "fast", elements=20_000_000)), priced.cluster(4))
     size = 2e7
     while not streaming_fits(with_memory(rich, size), LENGTH):
-        size *= 1.03
+        size *= 1.08
     return rich, size
 
 

@@ -14,12 +14,12 @@ from hydragraph.passes.weight_layouts import layouts
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.home import EQUAL
 from hydragraph.spec.strategy import Strategy
-from tests.models import llama
+from tests.own_models import small
 
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return capture(llama(layers=4, heads=4, kv=2), dtype=torch.bfloat16)
+    return capture(small(2), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
