@@ -143,6 +143,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path) -> None:
         assert sentence in done.stderr
 
 
+@thorough  # tests/train/test_paired_steps.py trains on pairs, without adapters
 def test_preferences_from_the_config(tmp_path: Path, base: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     prompt = [{"role": "user", "content": "what is one and two"}]
