@@ -96,7 +96,7 @@ def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_scores_need_no_field_of_the_loss_and_equal_bits_if_deterministic() -> None:
-    model = llama(layers=2)
+    model = llama(layers=1)
     example = {"weights": torch.ones(1, 8)}
     exe = hg.compile(model, "<tp1,pp1>", loss=weighted, example=example, deterministic=True, check="auto")
     together = exe.score(batch())
