@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hydragraph as hg
 from hydragraph.spec.record import from_record
@@ -19,7 +20,7 @@ from hydragraph.train.model import build_model
 from hydragraph.train.run_folder import Begin
 from hydragraph.train.step_metrics import Metrics
 from tests.thorough import thorough
-from tests.train.plain import Watched, settings
+from tests.train.plain import Watched, compile_plain, settings
 
 
 def config(folder: Path, model: dict[str, Any], name: str, **changes: object) -> TrainConfig:
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     given = settings(folder)["model"]
     given["config"]["tie_word_embeddings"] = True
-    train(config(folder, given, "run", steps=2, evaluate_every=0), "new", hg.compile, Watched())
+    train(config(folder, given, "run", steps=2, evaluate_every=0), "new", compile_plain, Watched())
     return folder
 
 
@@ -88,11 +89,12 @@ def test_a_resumed_run_keeps_what_it_learned(folder: Path) -> None:
     assert go("resumed", 4, "resume") == straight
 
 
-def test_weights_of_another_model_leave_the_run_that_they_would_replace(folder: Path) -> None:
-    new = settings(folder)["model"]
-    new["config"] |= {"hidden_size": 32}
+def test_weights_of_another_model_leave_the_run_that_they_would_replace(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "run" / "model", tmp_path / "other")
+    wide = AutoConfig.from_pretrained(tmp_path / "other", hidden_size=32)
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "other")
     before = (folder / "run" / "metrics.jsonl").read_bytes()
-    given = config(folder, {**new, "weights": str(folder / "run" / "model")}, "run")
+    given = config(folder, {**settings(folder)["model"], "weights": str(tmp_path / "other")}, "run")
     with pytest.raises(ValueError, match=r"pretrained .*missing in the files: lm_head.weight; of another shape: "):
         train(given, "overwrite", hg.compile, Watched())
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
