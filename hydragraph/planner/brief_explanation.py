@@ -25,7 +25,7 @@ UNEVEN = 1.1  # minimum ratio
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
-    """Return at most five lines: the plan, its costs, and why each usual strategy is slower."""
+    """Return at most five lines: the plan, its time and memory, and why each usual strategy is slower."""
     tightest = max(range(costs.ranks), key=lambda rank: plan.memory[rank] / plan.limits[rank])
     error = costs.error_of(plan.strategy)
     lines = [

@@ -1,6 +1,6 @@
 """Breakdown of an iteration's time by cause, averaged over devices.
 
-computation  forwards and backwards, including tensor-parallel sums
+computation  forwards and backwards, including tensor-parallel all-reduces
 traffic      pulls, pushes and messages that delay computation, and the update
 waiting      waiting for other stages or pipelines
 idle         devices without work

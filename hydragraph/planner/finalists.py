@@ -3,8 +3,8 @@
 pipeline recurrence     every proposal: a lower bound on its time
 network cards' traffic  every proposal: another lower bound
 estimate with traffic   proposals whose bounds are below the best time
-fewer pipelines         the best proposals, while removing pipelines saves time
-micro-batches           proposals that may still be the best: micro-batches formed as in a run
+fewer pipelines         the best proposals: pipelines are removed while this saves time
+micro-batches           proposals that may still be the best: the micro-batches that a run would form
 memory and owners       proposals that may still be the best
 simulation              the best proposal, and every proposal that may be faster
 """
@@ -187,7 +187,7 @@ def finalists(
 
     Args:
         near: also check proposals slower than the best by at most this fraction.
-        until: after this deadline, one plan that fits is enough.
+        until: after this deadline, return as soon as one plan fits in memory.
         known: results of earlier calls, extended in place.
         moved: bytes that change owner under a home; if given, proposals within `near` are sorted by them.
         clock: estimates of earlier calls.
@@ -232,7 +232,7 @@ def finalists(
 
 
 class _Queue:
-    """Queue of proposals, the most promising first; micro-batches are formed as in a run if that is faster.
+    """Queue of proposals, the most promising first, with the micro-batches that a run would form if these are faster.
 
     Forming micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
     """
@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate excluded proposals with bounds below `limit`, because preferred proposals may have proved slower."""
+        """Estimate more proposals with bounds below `limit`; those estimated before may have proved slower."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break

@@ -45,7 +45,7 @@ _FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up device types, and their relativ
 def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
     """Compile missing functions in other processes; a search that calls one waits until it is compiled.
 
-    Yields whether any function is missing.
+    Yields whether any function was not yet compiled.
 
     Args:
         seconds: maximum time to wait; the processes then continue.

@@ -45,7 +45,7 @@ Devices = tuple[int, ...]
 
 
 class Yard:
-    """Generator of moves, whose pipelines fit a micro-batch of `reach` tokens."""
+    """Generator of moves to strategies whose pipelines fit a micro-batch of `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
         typical = workload.typical

@@ -56,7 +56,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Group mini-batches by the MaxLen that they need; return all groups but the last, and their longest lengths."""
+    """Group mini-batches by the MaxLen that they need, except the largest; return each group and its longest length."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)

@@ -5,7 +5,8 @@ the minimum over all groups. In time T, the devices of a type, with rates (slowd
 device-seconds. The bound is the least T in which all blocks of all sequences can be divided among the types: a linear
 program.
 
-The bound is at least the longest sequence's fastest forward and input-gradient backward (zb-h1) through all blocks.
+The bound is at least the longest sequence's time alone: forward and input-gradient backward (zb-h1) through all blocks,
+each on its fastest group.
 
 With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) times the time
 without stragglers, for n stragglers of rates x among N devices.

@@ -1,4 +1,4 @@
-"""Micro-batches of equal sequences, formed for each pipeline as in a run."""
+"""The micro-batches of equal sequences that a run would form for each pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Split equal sequences into micro-batches as in a run; return the assignment and the last pipeline's end time."""
+    """Return the assignment of equal sequences that a run would choose, and the last pipeline's end time."""
     return equally_long(pipeline_costs(costs, strategy), lengths)
 
 

@@ -151,7 +151,7 @@ class Plan:
                 f"they have at most {most / 1e9:.3g} GB each, but every working rank needs at least "
                 f"{smallest / 1e9:.3g} GB"
             )
-        return "no plan found that uses any of them fits"
+        return "the search found no plan that uses any of them and fits in memory"
 
     def __str__(self) -> str:
         return self.explain()
@@ -182,7 +182,8 @@ def plan(
             deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; only for method "mixed" and few devices.
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
-        streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
+        streaming: whether "auto" may propose stages that stream or divide tensor-parallel sums into pieces;
+            deterministic runs can do neither.
         improved: called with the seconds and the text of each better strategy.
         deterministic: plan a run with one sequence per micro-batch and one tensor-parallel degree.
 
@@ -548,7 +549,7 @@ def _exact(costs: Costs, looked: Finalists) -> Finalists:
 
 def _rivals(chosen: Settled, looked: Finalists, running: bool) -> tuple[Rival, ...]:
     rivals = []
-    but = "but moves more state" if running else "but with micro-batches that a run does not form"
+    but = "but moves more state" if running else "but only with micro-batches that a run would not form"
     for settled in sorted(looked.settled, key=lambda one: one.seconds):
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1

@@ -109,7 +109,7 @@ class Varied:
         return Shortage(strategy, worst, lacks)
 
     def settle_equally(self, strategy: Strategy) -> Settled | Shortage:
-        """Settle with equal shares for all pipelines."""
+        """Settle as in `settle`, but with equal work for all pipelines."""
         pipelines = self.pipelines(strategy)
         longest = min(pipeline.max_len for pipeline in pipelines)
         slowest = max(pipelines, key=lambda pipeline: pipeline.micro_batch_seconds([max(longest, 1)]))

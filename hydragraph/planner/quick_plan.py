@@ -57,7 +57,7 @@ def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
 def too_long(sequence: int, tokens: int, most: int) -> Unsupported:
     if most < 1:
         return Unsupported(
-            "the state leaves no memory for a sequence in any pipeline",
+            "the state fills the memory of every pipeline, so no sequence fits",
             where="planner",
             remedy="add pipelines, which share the state, or give more devices to a pipeline",
         )

@@ -73,7 +73,7 @@ def refined(
 
 
 def as_run(costs: Costs, plan: Settled) -> Settled:
-    """Return the plan with a run's micro-batches and no idle pipelines if it fits, else unchanged."""
+    """Return the plan with a run's micro-batches and without idle pipelines, or unchanged if that does not fit."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
     except Unsupported:

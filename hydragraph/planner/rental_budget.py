@@ -89,7 +89,7 @@ def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Co
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every affordable combination of whole nodes that cannot be extended."""
+    """Return the ranks of every affordable combination of whole nodes after which no other node is affordable."""
     prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
     for number, ranks in prices.nodes(costs.health.lost).items():

@@ -78,7 +78,8 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the strategy that needs least memory (highest degree, all streamed) fits in `times` the memory."""
+    """Return whether the strategy of least memory (highest degree, all streamed) fits in `times` every device's
+    memory."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
@@ -135,7 +136,7 @@ def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) 
 def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
     """Return the slowest stage's time for pulls and pushes.
 
-    With pipelines of one stage, all ranks own state; otherwise, the ranks that compute a layer own its state.
+    Assumes that a layer's state is owned by all ranks if pipelines have one stage, else by the ranks that compute it.
     """
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)

@@ -7,9 +7,9 @@ state. Then
     n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-A node's cards limit the node's sums over blocks, and all cards together limit the total. The bound uses the f with the
-least traffic for each block: for one node's limit, f_n is 0 or 1; for the total, the node that uses most of the block
-owns it.
+A node's cards limit the bytes that the node receives or sends for all blocks; all cards together limit the total. The
+bound uses the f with the least traffic for each block: for one node's limit, f_n is 0 or 1; for the total, the node
+that uses most of the block owns it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Each round first assigns sequences to pipelines, assuming that every pipeline divides them into the best number of equal
-micro-batches (`local_search.finish`, FORMED). It then packs each pipeline's sequences into micro-batches. The next
-round corrects each pipeline's assumed end time by the error found in packing.
+Each round first assigns sequences to pipelines, assuming that every pipeline divides its sequences into the best number
+of equal micro-batches (`local_search.finish`, FORMED). It then packs each pipeline's sequences into micro-batches. The
+next round adds to each pipeline's assumed end time the error that packing revealed.
 
 The rounds assume that all PP stages are as slow as the slowest, and that filling and draining a pipeline takes (PP - 1)
 times as long as the pipeline's largest micro-batch. `schedule_search` improves the best result by simulating
@@ -59,7 +59,7 @@ class PlannedAssignment(Assignment):
 
     @property
     def spread(self) -> float:
-        """Relative difference between busy pipelines' latest and earliest ends."""
+        """Latest end time of any busy pipeline divided by the earliest, minus 1."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 

@@ -1,6 +1,6 @@
 """Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Candidates are tried in ascending order of their lower bounds, and skipped if the bound exceeds the best time.
+Candidates are tried in ascending order of their lower bounds, and skipped if the bound exceeds the best time so far.
 """
 
 from __future__ import annotations

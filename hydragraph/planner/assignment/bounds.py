@@ -11,9 +11,9 @@ find good prices, so it groups similar lengths.
     x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
     lambda       [K]     `prices`: dual variables of the capacities
 
-If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. Suppose that
-each of some sequences takes at least f seconds to reach a stage in the forward, and b seconds to return in the
-backward. Then their pipeline takes at least f + b plus their time on the stage. Bounds for the p longest sequences:
+If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. If every
+sequence of a pipeline takes at least f seconds to reach a stage in the forward, and b seconds to return in the
+backward, the pipeline takes at least f + b plus the stage's computing time. Bounds for the p longest sequences:
 
     divided     the relaxation, with z - f - b seconds on each pipeline
     pigeonhole  each pipeline finishes a whole number of sequences by z; these numbers must add up to at least p
@@ -138,13 +138,13 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 @dataclass(frozen=True, eq=False)
 class Least:
-    """Minimum time of each sequence on each kind of pipeline's likely bottleneck stage.
+    """Minimum time of each sequence on the likely bottleneck stage of each kind of pipeline.
 
     Attributes:
         work: seconds of each sequence [n, K], infinite if it does not fit.
         overhead: fixed seconds of a micro-batch [K].
         prefixes: last index of each examined prefix of the sorted sequences [p], ascending.
-        fill: seconds that each prefix's shortest sequence spends in earlier stages, forward plus backward [p, K].
+        fill: seconds that each prefix's shortest sequence spends before the bottleneck, forward plus backward [p, K].
     """
 
     work: Floats

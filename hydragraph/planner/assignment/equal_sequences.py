@@ -137,7 +137,7 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for sequences of one length; negative costs (from noisy measurements) are clamped."""
+        """Return the kind for sequences of one length; negative costs (measurement noise) are raised to at least 0."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 

@@ -87,8 +87,8 @@ class SearchState(NamedTuple):
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return a pipeline's end time by its mode's formula.
 
-    EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
-    c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
+    EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load; infinite above MaxLen tokens. FORMED: fixed + min over V of
+    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
     """
     if tokens <= 0.0:
         return 0.0
@@ -179,7 +179,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].
-        fullest: prefer the fullest of equal pipelines.
+        fullest: among equal pipelines, choose the one with most tokens, not the first to end.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -320,13 +320,13 @@ def best_step(
     """Return the best step for pipeline p, which finishes last.
 
     A step moves sequence i from p to a pipeline q, or swaps it for a shorter sequence k of q. The best step most
-    reduces the later end time of p and q.
+    reduces max(end of p, end of q).
 
     Args:
         horizon: pipelines that end later are not tried as q.
 
     Returns:
-        The later end time, i (-1: no step helps), k (-1: move), and q.
+        That maximum after the step, i (-1: no step helps), k (-1: move), and q.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -421,7 +421,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @partial(compiled, shared=True)
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Run iterated local search in place: move a few sequences at random, descend, and undo if the result is worse."""
+    """Run iterated local search in place: move a few sequences at random, `descend`, and undo both if this is worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
     n = len(placed)
@@ -453,7 +453,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Return a mask [n, K] that allows each sequence one kind, such that adjacent sequences together match `shares`.
+    """Round `shares` to one kind per sequence (a mask [n, K]), carrying rounding errors to the next sequence.
 
     Each sequence gets the kind that is furthest below its share so far.
     """

@@ -122,7 +122,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
     Args:
         terms: coefficients of the pipeline's kind; see `local_search`.
-        kicks: number of random moves (`local_search.kick`) for each of the best V.
+        kicks: number of random moves (`local_search.kick`) for each of the best values of V.
     """
     n = len(work)
     total = work.sum()
@@ -179,7 +179,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 def form_in_order(
     work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int
 ) -> tuple[float, float, int, Ints]:
-    """Return the result of `form` without empty micro-batches, and with the largest in the middle."""
+    """Return the result of `form`, without empty micro-batches, and ordered such that the largest is in the middle."""
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:
         return best, bound, 0, placed

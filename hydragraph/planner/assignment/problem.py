@@ -22,7 +22,7 @@ class AssignmentProblem:
     """Sequences, longest first, and kinds of pipelines, with the symbols of `local_search`.
 
     Attributes:
-        counts: pipelines of each kind [K].
+        counts: number of pipelines of each kind [K].
         order: caller's index of each sequence [n].
     """
 

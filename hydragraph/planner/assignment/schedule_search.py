@@ -65,11 +65,11 @@ class Draft(NamedTuple):
         members: sequences per micro-batch [M].
         squares: sum of l^2 per micro-batch [M].
         tokens: sum of l per micro-batch [M].
-        near: attention pairs within each reach, per micro-batch [M + 2, W].
+        near: query-key pairs in each attention window, per micro-batch [M + 2, W].
         rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, hold trials.
         busy: computing seconds [P, S].
         spent: number of forwards and backwards simulated so far [1].
-        trial: two orders [2, C + 1].
+        trial: two orders being tried [2, C + 1].
     """
 
     placed: Ints

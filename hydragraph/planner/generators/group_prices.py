@@ -43,7 +43,7 @@ class Option:
     """Price of one kind of stage on a group.
 
     Attributes:
-        aux_s: seconds per micro-batch for a stage's auxiliary values.
+        aux_s: seconds per micro-batch for aux (values such as rotary tables).
         layer_s: seconds of a micro-batch's forward and backward in a layer.
         first_s, last_s: the same in the first and the last block.
         state_bytes: weights and gradients of a layer.
@@ -81,7 +81,7 @@ class Prices:
         self.numbers = cache(self._rows)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return the memory of weights and gradients with messages, divided by that without, at the peak and the end.
+        """Return the factors by which messages increase the memory of weights and gradients, at the peak and the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.

@@ -223,7 +223,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return micro-batch sizes to try, in sequences, and the size above which a size without gain ends the search."""
+    """Return the micro-batch sizes to try, and a size; the first larger one without gain ends the search."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

@@ -50,7 +50,7 @@ class Stages(NamedTuple):
 
     Attributes:
         layer: seconds per layer; infinite if the option does not exist.
-        extra: seconds of other blocks.
+        extra: seconds of the first and last block, where present.
         fixed: a rank's bytes besides layers.
         each: a rank's bytes per layer.
         gradients: bytes of a layer's weights and gradients.

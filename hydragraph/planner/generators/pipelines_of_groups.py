@@ -158,7 +158,7 @@ class Bench:
         """Return the iteration time in seconds.
 
         Args:
-            worth: a result of this time or more may be only a lower bound.
+            worth: seconds; if the result is not below `worth`, it may be only a lower bound.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))

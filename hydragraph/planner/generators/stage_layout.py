@@ -53,7 +53,7 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
 def spread_over(
     order: Ints, layers: int, count: int, options: Floats, forms: Floats, held: Floats
 ) -> tuple[Ints, Ints]:
-    """Spread layers over groups, in order.
+    """Spread layers over groups, in the given order.
 
     Args:
         order: form of each stage [S].

@@ -73,7 +73,7 @@ def simple(
 
     Args:
         sizes: possible numbers of sequences per micro-batch.
-        apart: also return plans on a single node.
+        apart: also return plans that use only one node.
     """
     market = market or Market(costs)
     nodes = nodes_of(costs)

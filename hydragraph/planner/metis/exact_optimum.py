@@ -46,11 +46,11 @@ class Options(NamedTuple):
         tp: ranks per replica [O].
         first_row, last_row: rows of `upto` [O]; a stage takes the largest difference in its rows.
         upto: milliseconds of the first l layers [R, L + 1].
-        held: MB of the first l layers, each on the type that needs most [O, L + 1].
+        held: MB of the first l layers, with each layer's maximum over the stage's types [O, L + 1].
         limit: MB of all devices or, if `per_rank`, of the smallest device [O].
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
-        sync: B times a last stage's milliseconds outside layers [O].
+        sync: B times the milliseconds outside layers, if the option is the last stage [O].
         ahead: bandwidth of each rank's type, an upper bound for stages that begin there; infinite at the end [N + 1].
     """
 

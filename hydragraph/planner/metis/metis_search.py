@@ -55,8 +55,8 @@ def search(
         order: "naive" is Metis's search; "memory" is the improved paper's; "exact" finds a provably cheapest plan.
         max_tp: maximum degree; default: the profile's largest, but at most 4 for "exact", because Metis extrapolated
             larger degrees.
-        mixed_tp: allow replicas with several device types, which Metis prices like their first type; default: False for
-            "exact", else True.
+        mixed_tp: allow replicas with several device types, which Metis prices as if all were of the first type;
+            default: False for "exact", else True.
         groups: only for "exact". "all" (default) allows stages of any power of two of ranks; "metis" requires at least
             `ranks // stages` ranks.
 

@@ -415,7 +415,7 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Give each remaining piece to the stage with most capacity between the owners of the neighboring pieces."""
+    """Give each remaining piece to the stage with most capacity, from the owner before it to the owner after it."""
     count = capacity.size
     low = np.full(count, split.size, dtype=np.int64)
     high = np.full(count, -1, dtype=np.int64)
@@ -451,7 +451,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write, for each layer, the stage that has more than half of its pieces; other layers are lost."""
+    """Write each layer's stage, which must have more than half of the layer's pieces; other layers get no stage."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):
@@ -483,7 +483,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer from a neighbor to the stage with most capacity left, unless another stage would then have more."""
+    """Move a neighbor's layer to the stage with most capacity left, c, unless a stage would then have more than c."""
     count = capacity.size
     most = 0
     for s in range(1, count):

@@ -41,5 +41,5 @@ def test_candidates_that_are_too_short_say_so_and_none_is_an_error() -> None:
 
 
 def test_candidates_whose_state_does_not_fit_say_so() -> None:
-    with pytest.raises(hg.Unsupported, match=r"the state leaves no memory for a sequence.*add pipelines"):
+    with pytest.raises(hg.Unsupported, match=r"the state fills the memory of every pipeline.*add pipelines"):
         planner.choose([[(1, 1)]], PROFILE, [100])
