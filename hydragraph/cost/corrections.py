@@ -78,7 +78,7 @@ class Corrections:
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
     def steps(self, kind: TimeKind, type_: str | None = None) -> int:
-        """Return how many steps determine a factor."""
+        """Return how many steps a factor is computed from."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
 

@@ -267,7 +267,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to an iteration.
 
-        Part of the traffic overlaps with computation, so two micro-batches per stage are simulated.
+        Because computation hides part of the traffic, this is simulated, with two micro-batches per stage.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)

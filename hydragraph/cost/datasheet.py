@@ -2,8 +2,8 @@
 
 In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
 heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
-takes half as many. The backward takes twice as many operations (equally many for frozen weights). Tensor-parallel sums
-are priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
+takes half as many. The backward takes twice as many operations as the forward (for frozen weights, as many).
+Tensor-parallel sums are priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def datasheet(
 
     Args:
         efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
-        degrees: tensor-parallel degrees; default: all degrees that divide the heads.
+        degrees: tensor-parallel degrees; default: all that divide the numbers of heads.
         compiled: returns a block's graphs, like `passes.variants.Variants.get`, to compute its memory; None: the
             profile contains no memory.
     """

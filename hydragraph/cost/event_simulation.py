@@ -1,4 +1,4 @@
-"""Event simulation of when each actor's instructions begin and end.
+"""Event simulation of each actor's instructions: when they begin and end.
 
 The clock is the time at which the last transfer ended (`cost.shared_ports`). A computation is timed as soon as the ends
 of its inputs are known, even if they are later than the clock. No event begins earlier than the clock.

@@ -20,7 +20,7 @@ def elements_sent(
 
     Args:
         stages: ranks of each stage that uses the bucket, in tensor-parallel order.
-        splits_tokens: whether the ranks of a stage have partial sums of gradients.
+        splits_tokens: whether each rank of a stage computes gradients of part of the tokens.
     """
     from hydragraph.ir.link_volume import copied, reduced  # numba is imported only to price traffic
 

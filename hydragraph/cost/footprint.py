@@ -38,7 +38,7 @@ class Footprint:
     Attributes:
         output: the hidden state (for the last block, the loss).
         saved: values saved for the backward, excluding inputs and output.
-        keeps: inputs and output saved as they are: "hidden", "aux" or "output".
+        keeps: which of "hidden", "aux" and "output" the backward needs; not in `saved`.
         forward, backward: peak of the values that each graph creates, including results.
         small: part of `saved` that stays on the device with offloading.
     """

@@ -128,7 +128,7 @@ class Sizes:
 
     Attributes:
         tokens: symbol of the token count.
-        factor: tokens of the micro-batch per token of the trace.
+        factor: the micro-batch's tokens divided by the trace's tokens.
         bounds: length of cu_seqlens.
     """
 

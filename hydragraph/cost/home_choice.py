@@ -130,7 +130,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """Shares of buckets that no stage uses, 0 for lost ranks; None: equal."""
+        """The home's shares, with 0 for lost ranks, for buckets that no stage uses; None: equal."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)

@@ -22,7 +22,7 @@ class Priced(Protocol):
         """Return a stage's seconds for a block's forward or unsplit backward, for each micro-batch.
 
         Args:
-            micro_batches: numbers of all of the stage's micro-batches (`ir.rank_program.Role`).
+            micro_batches: indices of all of the stage's micro-batches (`ir.rank_program.Role`).
         """
         ...
 

@@ -25,7 +25,7 @@ class Alive:
         """Add a live value with its own storage; it also keeps the storages of `shared` values alive.
 
         Args:
-            named: keep only the storages that these values allocated; None: all.
+            named: keep only those storages of `shared` that these values allocated; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)

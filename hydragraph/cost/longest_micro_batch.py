@@ -1,7 +1,7 @@
 """Maximum tokens of a micro-batch that fits in every rank's memory.
 
-A `rank_memory.Walk` is slow, so an inner stage is skipped if an earlier one of its kind runs at least the same blocks
-and has no more free memory: what fits on the earlier stage also fits on the skipped one.
+A `rank_memory.Walk` is slow, so an inner stage is skipped if an earlier one of its kind runs the same blocks (and
+perhaps more) with no more free memory: what fits there also fits on the skipped stage.
 """
 
 from __future__ import annotations

@@ -88,10 +88,10 @@ class Profile:
         memory: memory model; None: only `limits` bounds micro-batches.
         limits: measured maximum tokens of a micro-batch, by scheme.
         hetero_sync_s: additional seconds of an iteration whose pipelines have different schemes.
-        failed: reason of each failed fit, by scheme.
+        failed: reason for each failed fit, by scheme.
         blocks: template of every block, in order.
         pieces: costs of AUX and of each template, by kind of stage.
-        unfit: reason of each failed fit, by kind of stage.
+        unfit: reason for each failed fit, by kind of stage.
         link: link between two ranks, fitted to `messages`.
         messages: measured (bytes, seconds) pairs.
         residuals: root mean square relative errors of the fits.
@@ -180,7 +180,7 @@ class Profile:
         return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
 
     def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
-        """Return the part of the profile for one of `cuts`."""
+        """Return the profile with only the measurements of one pair in `cuts`."""
         cut = (tp, sequence_parallel, False)
         pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel, k.sums_in_pieces) == cut}
         schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
@@ -286,7 +286,7 @@ class Profile:
             )
         if scheme[0] not in self.memory.activation:
             raise self._unsupported(
-                f"tensor-parallel degree {scheme[0]} has no activation constant",
+                f"no activation memory is known for tensor-parallel degree {scheme[0]}",
                 remedy=f"use one of {sorted(self.memory.activation)}",
             )
         return self.memory.max_len(scheme, devices)
@@ -296,7 +296,7 @@ class Profile:
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(
-                f"tensor-parallel degree {scheme[0]} has no utilization length",
+                f"no UtilLen (fewest useful tokens) is known for tensor-parallel degree {scheme[0]}",
                 remedy=f"use one of {sorted(self.util)}",
             )
         return self.util[scheme[0]]
@@ -326,7 +326,7 @@ class Profile:
         scheme = _scheme_of(pipeline)
         if scheme is None:
             raise self._unsupported(
-                "there are constants of whole schemes only, not of blocks",
+                "the constants are of whole schemes (tp, pp), not of blocks",
                 remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
             )
         return self.pipeline(scheme, devices)

@@ -34,7 +34,7 @@ def longest_to_shortest(costs: Floats) -> Ints:
 
 @compiled
 def largest_in_middle(costs: Floats) -> Ints:
-    """Return the position of each micro-batch in an order that fills and drains the pipeline with small ones."""
+    """Return each micro-batch's position in an order that fills and drains the pipeline with small micro-batches."""
     count = len(costs)
     descending = longest_to_shortest(costs)
     position = np.empty(count, np.int64)

@@ -64,7 +64,7 @@ class Pricing:
                 raise ValueError(f"'health' names rank {rank}, but the cluster has ranks 0 to {self.ranks - 1}")
         if not profile.blocks or profile.model_sizes is None:
             raise Unsupported(
-                "there are constants of whole schemes only, not of blocks",
+                "the constants are of whole schemes (tp, pp), not of blocks",
                 where=f"profile {profile.name}",
                 remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
             )
@@ -106,7 +106,7 @@ class Pricing:
         return f"computation {'as measured' if self.measured else 'is not measured'}: {what}"
 
     def error_of(self, *strategies: Strategy) -> str:
-        """Return the error on published runs, or "" if computation was measured."""
+        """Describe the mean error on published runs; "" if computation was measured."""
         if self.measured or not strategies:
             return ""
         if not all(profile.roofline for profile in self.profiles):

@@ -178,7 +178,7 @@ class Walk:
         messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
         traffic: layouts of all buckets, which walks of several ranks can share; default: equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: instruction index -> names (`exchange_name`) of pulls and pushes that end before the instruction, which
+        over: instruction index -> names (`exchange_name`) of pulls and pushes that have ended before it although it
             does not wait for them; None: none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What-if changes of costs: a slower device, or other links."""
+"""Costs after a hypothetical change: slower devices, or other links."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Decomposition of an interval of a flattened tensor into axis-aligned boxes, which checkpoints store.
 
-For example, elements [3, 11) of a tensor of shape [3, 4] are the end of row 0, row 1, and the beginning of row 2.
+For example, elements [3, 11) of a tensor of shape [3, 4] are the last element of row 0, all of row 1, and three
+elements of row 2.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ class Deadlock:
 
 
 def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
-    """Simulate all ranks' programs over gloo, given in rank order; return None if all programs end.
+    """Simulate all ranks' programs (in rank order) over gloo; return None if all end.
 
-    Sends never wait. Every other instruction waits whenever gloo could make it wait: for a message, for tensor-parallel
+    Sends never wait. All other instructions wait whenever gloo could make them wait: for a message, for tensor-parallel
     peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL if each
     ordered pair of ranks has its own communicator (`tests.ir.queues`).
     """

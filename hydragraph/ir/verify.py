@@ -139,10 +139,10 @@ def _check_pipeline(
             raise VerificationError("the pipeline's stages have different micro-batches, or none", program.rank)
         others = {m for other in program.roles if other.pipeline != pipeline for m in other.micro_batches}
         if not others.isdisjoint(runs):
-            raise VerificationError("pipelines that share this stage use the same micro-batch number", program.rank)
+            raise VerificationError("two pipelines that share this stage use the same micro-batch number", program.rank)
         for rank in program.tp:
             if rank >= len(programs) or _place(programs[rank]) != _place(program):
-                raise VerificationError(f"tensor-parallel peer {rank} has different roles or layers", program.rank)
+                raise VerificationError(f"tensor-parallel peer {rank} has other roles or layers", program.rank)
         layer = end
     if layer != outline.layers:
         raise VerificationError(f"the pipeline ends at layer {layer} of {outline.layers}", program.rank)
@@ -432,9 +432,7 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
         peers += routes.get((instruction.op, value.kind, value.position), ())
     if instruction.peer is None or instruction.peer not in peers:
         allowed = f"ranks {peers}" if peers else "no rank"
-        raise _fail(
-            program, index, f"rank {instruction.peer} is the wrong peer: this rank exchanges the value with {allowed}"
-        )
+        raise _fail(program, index, f"rank {instruction.peer} is the wrong peer: exchange the value with {allowed}")
     if instruction.op is Op.SEND and instruction.writes != (message(value, instruction.peer),):
         raise _fail(program, index, f"the send should write only {message(value, instruction.peer)}")
     return value

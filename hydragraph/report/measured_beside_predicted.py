@@ -79,7 +79,7 @@ class RunComparison:
 
     Attributes:
         before: corrections that the costs already include.
-        warming: excluded steps: each strategy's first, unless it is the only one.
+        warming: excluded steps: each strategy's first step, unless the strategy ran only one.
     """
 
     source: str

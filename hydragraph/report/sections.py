@@ -297,7 +297,7 @@ def _traffic(matrices: Sequence[Matrix]) -> Markup:
     parts = [f"{_KIND_NAMES[kind]} {number_format.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
         f"Bytes per iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel stages are "
-        "counted as ring all-reduces. If computation was measured, its time includes these sums, so they are omitted."
+        "counted as ring all-reduces; they are omitted if computation was measured, because its time includes them."
     )
     views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
     options = [

@@ -49,7 +49,7 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
-    """Distribute equal micro-batches over pipelines; return each pipeline's number.
+    """Distribute equal micro-batches over pipelines; return how many each pipeline gets.
 
     Args:
         tokens: tokens per sequence.

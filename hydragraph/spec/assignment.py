@@ -24,7 +24,7 @@ class Assignment:
         """Return an assignment with `sequences` sequences in each micro-batch.
 
         Args:
-            counts: micro-batches of each pipeline.
+            counts: number of micro-batches of each pipeline.
             tokens: sequence length in tokens, or a list with one length per pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens

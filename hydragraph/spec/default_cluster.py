@@ -24,7 +24,7 @@ def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float 
 
 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
-    """Return a cluster of one device for each entry of `nodes`; links have no latency."""
+    """Return a cluster in which device i is on node `nodes[i]`; links have no latency."""
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)
     return Cluster(devices, Interconnect(450e9, 0.0), Interconnect(50e9, 0.0))

@@ -99,9 +99,9 @@ class Home:
             raise ValueError(f"home '{self}': two copies on {ranks} rank: start more ranks, or set copies to 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return this home with the node of each rank: the home's own `nodes`, or else the given ones.
+        """Return this home with a node for each rank: its own `nodes` or, if these are None, the given ones.
 
-        If all of `nodes` are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
+        If all given nodes are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
         """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes

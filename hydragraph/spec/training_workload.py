@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Equal sequences with the sum T of lengths and the sum Q of squared lengths of an average mini-batch.
+        """Equal sequences whose lengths' sum T and squares' sum Q are those of an average mini-batch.
 
         These are T^2 / Q sequences of Q / T tokens.
         """
@@ -79,7 +79,7 @@ class Workload:
 
 
 def full_lengths(tokens: int, longest: int) -> list[int]:
-    """Divide a mini-batch's tokens into sequences of maximum length and a rest."""
+    """Divide a mini-batch's tokens into sequences of `longest` tokens and at most one shorter sequence."""
     count, rest = divmod(max(tokens, longest), longest)
     check_sequences(count)
     return [longest] * count + [rest] * (rest > 1)

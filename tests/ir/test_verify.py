@@ -259,7 +259,7 @@ def test_pull_behind_a_receive_is_a_deadlock():
         (1, {"rank": 0}, "rank 1: the header says rank 0 of 5"),
         (1, {"strategy": "other"}, "rank 1: the strategy is other, but rank 0 has"),
         (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: the roles, ranks and layers .* differ from rank 0's"),
-        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: tensor-parallel peer 1 has different roles or layers"),
+        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: tensor-parallel peer 1 has other roles or layers"),
         (2, {"layers": ((0, 2),)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
         (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: the pipeline's stages have different micro-batches"),
         (3, {"layers": ((0, 1),)}, "rank 3: the pipeline ends at layer 1 of 2"),
