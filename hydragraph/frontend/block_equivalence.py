@@ -73,7 +73,7 @@ def refuse_state_around(
 
 
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
-    """Run the model, then repeat the calls of its blocks; raise Unsupported if a call runs other operators.
+    """Run the model, then call each block again; raise Unsupported if a block now runs other operators than before.
 
     Blocks are traced after the model has run, so a block must not read what the model sets between blocks.
     """

@@ -43,7 +43,7 @@ _FLATTENED = VIEWS | aten_operators("squeeze squeeze.dim")
 
 
 class _Unchanged(Exception):  # noqa: N818
-    """Raised if a row selection cannot be rewritten."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph with all row selections replaced, or the unchanged graph if it has none or an unsupported one."""
+    """Return a graph with all row selections replaced; if there is none, or one is unsupported, the same graph."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()

@@ -68,7 +68,7 @@ Now = Callable[[], Mapping[str, Any] | None]
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one module, function or other owner, as of compilation.
+    """Attributes or variables of one module, function or other owner, recorded at compilation.
 
     Attributes:
         now: returns the current values, or None if the owner no longer exists.
@@ -267,7 +267,7 @@ class CompiledState:
         }
 
     def hand_out(self, digests: Mapping[str, int]) -> None:
-        """Record digests of trained values that the user may load between steps."""
+        """Record digests of trained values, which the user may load into the model between steps."""
         self._handed_out.update(digests)
 
     def _is_trained(self, part: _Tensor, tensor: Tensor) -> bool:

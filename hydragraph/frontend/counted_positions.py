@@ -1,4 +1,4 @@
-"""Replacement of `torch.arange(T)`, used as positions, with `position_ids`."""
+"""Replacement of `torch.arange(T)` by `position_ids`, except where it selects rows."""
 
 from __future__ import annotations
 

@@ -193,7 +193,6 @@ def changes(name: str, where: str) -> Unsupported:
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    """Return the name of the first target that a graph writes into, directly or through a view."""
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):

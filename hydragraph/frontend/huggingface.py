@@ -159,7 +159,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 class _OrPyTorchs(str):
-    """Name of hydragraph's attention that also equals "sdpa", for layers that call PyTorch's attention directly."""
+    """Name of hydragraph's attention that also compares equal to "sdpa", for layers that call PyTorch's attention."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -194,7 +194,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the padding id of a RoBERTa-like model, whose positions start after this id and skip padding, or None."""
+    """Return a RoBERTa-like model's padding id (positions start after it and skip padding); None for other models."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)

@@ -29,8 +29,8 @@ class MiniBatch:
     """Validated mini-batch.
 
     Attributes:
-        sequences: sequences with labels at the positions that predict them.
-        lengths: token counts; 0 for a sequence without targets, unless no sequence has targets.
+        sequences: sequences, each label at the position that predicts it.
+        lengths: token counts; if any sequence has targets, sequences without targets have 0.
         tokens: number of targets.
     """
 

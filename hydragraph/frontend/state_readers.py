@@ -368,7 +368,6 @@ def _spells_names(function: FunctionType) -> bool:
 
 
 def _beside_a_rate(function: FunctionType, calls: bool = False) -> bool:
-    """Return whether each `training` is in an expression with a rate or, if `calls`, a function such as dropout."""
     tree = _syntax(function)
     if tree is None:
         return False

@@ -9,7 +9,7 @@ The proof sorts values into four kinds:
 
 Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Lengths are the only bounds
 that may weight terms. Totals may only be scaled or added. An index computed from bounds must select rows of the same
-sequence: its kind says which rows it selects.
+sequence; `_Bound` lists which rows it can select.
 """
 
 from __future__ import annotations
@@ -173,7 +173,6 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
 
 
 def _moved(node: fx.Node, told: Mapping[fx.Node, _Bound], place: fx.Node) -> _Bound:
-    """Return the kind of a position plus or minus a number or a length."""
     (by,) = (n for n in operands(node)[:2] if n is not place)
     kind, subtracts = told[place], node.target is aten.sub.Tensor
     if kind is _Bound.START and not subtracts and isinstance(by, fx.Node):

@@ -1,7 +1,7 @@
 """Allow-list of operators that keep packed tokens separate.
 
-A value *has tokens* if it contains data for each token along one dimension of size T. Operators may combine other
-values freely, unless these values or their sizes depend on the packing, as `arange(T)` does.
+A value *has tokens* if it contains data for each token along one dimension of size T. Operators may combine values
+without tokens freely, unless the values or sizes depend on the packing, as `arange(T)` does.
 """
 
 from __future__ import annotations

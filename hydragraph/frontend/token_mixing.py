@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for attention across sequences, options that use a whole batch, and pairs or shifts of tokens.
+    """Raise Unsupported for attention across sequences, options that use a whole batch, and token pairs or shifts.
 
     Args:
         tokens: symbol of the token count, or None to allow pairs and shifts.

@@ -154,7 +154,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle a floor division of row positions whose divisor divides the number of rows per token."""
+        """Handle `positions // n`, where n divides the number of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))

@@ -142,7 +142,7 @@ class _Flash(ABC):
 
     @abstractmethod
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        """Return gradients; `tensors` are grad, q, k, v, output and log-sum-exp."""
+        pass
 
 
 class _FlashAttn(_Flash):

@@ -107,8 +107,6 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Cache that discards unreadable entries and tolerates failed writes."""
-
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
         self._quick = quick

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class RanksIfEqual(int):
-    """Number of ranks, assuming that all machines resemble this one."""
+    """Number of ranks if every machine has as many GPUs as this one."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def own_gpus(device: str | None = None) -> int:
 
 
 def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
-    """Return this machine's or launcher's devices; if `supervised`, a machine's only process starts a rank per GPU."""
+    """Return the launcher's or this machine's devices; if `supervised`, a machine's only process counts per GPU."""
     gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         alone = supervised and os.environ.get("LOCAL_WORLD_SIZE") == "1"

@@ -31,7 +31,7 @@ def differences(before: Config, after: Config) -> list[str]:
 
 
 def given_plan(config: Any) -> Any:
-    """Return a training config's plan without the `choose` that "auto" implies."""
+    """Return a config's `plan`; if `strategies: auto` set its `choose`, reset `choose` to false."""
     return replace(config.plan, choose=False) if config.automatic and config.plan.cluster is None else config.plan
 
 
@@ -67,8 +67,8 @@ def _short(value: object) -> str:
 def overridden(config: Config, given: Any, texts: Sequence[str]) -> Config:
     """Return the config with every "section.field=value" applied; values are YAML.
 
-    Overrides are set in `given`, the mapping that was read, so that derived settings are computed again. An override of
-    one field of a pair in `_PAIRS` removes the other field.
+    Overrides are set in `given`, the mapping that was read, so that derived settings are computed again. The two fields
+    of each pair in `_PAIRS` exclude each other: overriding one removes the other.
     """
     data = dict(given)
     names = {text.partition("=")[0].strip() for text in texts}

@@ -1,6 +1,6 @@
 """Goodput: the fraction of a run's wall time spent at full speed (docs/design/elastic.md).
 
-If a run trains n tokens between the ends of two logged steps, and undisturbed steps train r tokens per second:
+If a run trains n tokens between the ends of successive logged steps, and undisturbed steps train r tokens per second:
 
     time between the ends  =  time at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
 
@@ -23,7 +23,7 @@ class WallTime:
     """A run's wall time and its parts, whose sum is `seconds`.
 
     Attributes:
-        seconds: time from the end of the first step to that of the last, without the time between sessions.
+        seconds: time from the end of the first step to the end of the last, without the time between sessions.
         rate: tokens per second in undisturbed steps; 0: unknown.
         lost_s: time for repeated work and for the detection of failures.
         slower_s: extra time compared with undisturbed steps; negative if the steps were faster.

@@ -420,7 +420,7 @@ def _join_run(
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
-    """Return a joining rank's run. Call this after ranks meet: rank 0 may change the folder before."""
+    """Return a joining rank's run. Call this after ranks meet: until then, rank 0 may change the folder."""
     config = _with_stored_heldout(given, run.folder.last())
     if config is not given:
         prepared = _RunInputs.of(config, prepared.tokens, prepared.model, prepared.ranks, run.folder, None)

@@ -113,7 +113,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the positive dropout rates in the model's config, by field, or else the largest rate of its modules."""
+    """Return the positive rates in the config's dropout fields, by name; without any, the largest `nn.Dropout` rate."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = (m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and "lora_dropout" not in name)
@@ -301,7 +301,6 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
-    """Reject settings that transformers would ignore."""
     if not is_dataclass(kind):
         return
     read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))

@@ -19,7 +19,7 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -> float:
-    """Return the FLOPs of a step, without recomputation and gradients of frozen weights.
+    """Return the FLOPs of a step; recomputation and gradients of frozen weights do not count.
 
     A backward pass counts as two forward passes; `scored` adds a forward pass that scores answers.
     """

@@ -121,7 +121,7 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and the run ("": unset); a resumed run with checkpoint pieces keeps its name."""
+        """Unique names of the folder and the run ("": unset); resuming a run with checkpoint pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
@@ -200,8 +200,8 @@ class RunFolder:
         """Return the arguments for restarting an interrupted run.
 
         Args:
-            how, step: returned if the run had not begun.
-            before: value of `began` before the interrupted run.
+            how, step: the interrupted run's arguments, which are returned if it had not begun.
+            before: value of `began` before the interrupted run was started.
         """
         if self.began in (0.0, before):
             return how, step
@@ -214,7 +214,7 @@ class RunFolder:
         return next(reversed(self.all()), None)
 
     def last_whole(self) -> Checkpoint | None:
-        """Return the latest checkpoint without missing or truncated files, or else the latest checkpoint."""
+        """Return the latest checkpoint with no missing or truncated file; if there is none, the latest checkpoint."""
         whole = (checkpoint for checkpoint in reversed(self.all()) if is_whole(checkpoint.path))
         return next(whole, self.last())
 

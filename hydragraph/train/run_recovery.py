@@ -214,7 +214,7 @@ def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return how many seconds this rank did not train; 0 if it joined."""
+    """Return the seconds of the recoveries in which this rank did not join."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 
@@ -236,7 +236,7 @@ def resumed(
     """Return the "resumed" event of a continued run.
 
     Args:
-        undone: last step before ranks returned to a checkpoint.
+        undone: last step trained before ranks returned to a checkpoint.
     """
     survived, _ = told[-1]
     step = survived.step

@@ -32,10 +32,10 @@ class Metrics:
     """Metrics of one training step.
 
     Attributes:
-        loss: mean over the mini-batch's targets (with an objective, its pairs), before the update.
+        loss: mean loss over the mini-batch's targets (with an objective, over its pairs), before the update.
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
-        tokens_per_s: all tokens of the mini-batch per second, not only targets.
+        tokens_per_s: tokens of the mini-batch, targets or not, per second.
         eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
         exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds that ranks waited for weights, gradients, and
             activations.
@@ -93,7 +93,7 @@ class Metrics:
 
     @property
     def evaluated(self) -> str:
-        """Name of the data of `eval_loss`."""
+        """Name of the evaluation set that `eval_loss` is for."""
         return "held out" if "heldout" in self.eval_losses else next(iter(self.eval_losses), "held out")
 
     @property

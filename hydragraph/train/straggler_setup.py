@@ -30,11 +30,11 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return the controller. Without measured costs, it assumes equal devices.
+    """Return the controller. Without measured costs, it uses datasheets of equal devices.
 
     Args:
         before: previous controller, whose measurements are reused.
-        slow: slow ranks that the controller of a lost rank found.
+        slow: slow ranks that the controller on a lost rank had found.
     """
     slow = slow or {}
     profile, home = executor.profile, executor.owners  # both are for the current ranks

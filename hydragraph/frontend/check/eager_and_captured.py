@@ -38,7 +38,7 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Compute the gradients of one sequence's loss times `times`; return this product.
+    """Multiply one sequence's loss by `times`, compute the product's gradients, and return the product.
 
     Args:
         done: called with each parameter's name and complete gradient.
@@ -135,7 +135,7 @@ def depends_on_padding(
     wide: torch.dtype | None,
     tolerance: float,
 ) -> bool:
-    """Return whether the loss depends on a batch's last sequence, tested with large values."""
+    """Return whether large values in a batch's last sequence, which is padding, affect the loss."""
     block, variant = head
     local = _local(program, block)
     parameters = program.templates[block.template].parameters

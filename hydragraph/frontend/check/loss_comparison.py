@@ -30,7 +30,7 @@ DOUBLE = Bound(1e-7, 1e-9)
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference in a comparison, relative to its bound.
+    """The difference with the largest `ratio` in a comparison.
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.
@@ -78,7 +78,7 @@ class GradientComparison:
             self._left[name] = left - expected
 
     def worst(self, loss: float, expected: float, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
-        """Return the worst difference, or None if an expected value is not finite."""
+        """Return the difference with the largest ratio, or None if an expected value is not finite."""
         errors = {name: _norm(left) for name, left in sorted(self._left.items())}
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):

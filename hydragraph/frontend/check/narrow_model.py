@@ -107,7 +107,7 @@ class LibraryModel:
         return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
 
     def narrowed(self, program: Program) -> NarrowModel | None:
-        """Return a narrow copy whose program differs only in widths, or None."""
+        """Return a narrow copy whose program differs only in widths, or None if no factor yields one."""
         for factor in FACTORS:
             built = self.at(factor)
             if built is None:

@@ -35,7 +35,7 @@ class Lengths:
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose lengths, shorter for models with more `parameters`; the second exceeds as many limits as possible."""
+    """Choose lengths, shorter if there are more `parameters`; the second length exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])

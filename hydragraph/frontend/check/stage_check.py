@@ -49,7 +49,7 @@ _ANEW = "write the folder again with hydragraph compile, and find out why its fi
 
 
 class StageCheck:
-    """Numeric comparison of a program's graphs for stages with its unsharded blocks.
+    """Numeric comparison of each stage's graphs with the program's unsharded blocks.
 
     Args:
         fused_head: whether one operator computes the head and the loss, as with Inductor.
@@ -284,7 +284,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return combinations of the ranks' values of `name` that must each equal the unsharded block's value."""
+        """Combine the ranks' values of `name`; each returned tensor must equal the unsharded block's value."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts

@@ -80,7 +80,7 @@ class Disturbed:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
-        """Return the largest relative difference of two runs' losses at any step; infinite if their steps differ."""
+        """Return the largest relative difference between two runs' losses at a step; infinite if a step is missing."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
         if mine.keys() != theirs.keys() or not mine:

@@ -164,7 +164,7 @@ def _slow(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _join(run: Victim, target: int, chance: random.Random) -> None:
-    """Ask a rank to leave, then report that its device is available again."""
+    """Ask a rank to leave; then tell the launcher that the rank's device is available again."""
     send(target, signal.SIGTERM)
     ended(target, _LEFT_S)
     send(run.supervisor, signal.SIGUSR1)
@@ -178,7 +178,7 @@ def _pause(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _stop(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank permanently; the other ranks must give up on it and end it."""
+    """Stop a rank permanently; the other ranks must end it within 30 s."""
     send(target, signal.SIGSTOP)
     if not ended(target, GIVEN_UP_S):
         run.problems.append(f"the other ranks did not give up on a stopped rank within {GIVEN_UP_S:g} s")
@@ -236,7 +236,7 @@ def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank between two steps, such as during an evaluation."""
+    """Kill a rank right after a step, for example during an evaluation."""
     before = run.step()
     run.until(lambda: run.step() > before, _MOMENT_S)
     _end_one(run, target, chance)
@@ -253,7 +253,7 @@ def _switch(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _preempt(run: Victim, target: int, chance: random.Random) -> None:
-    """Preempt one of two simulated machines and delete its disk, at once or 30 s after a notice; then replace it."""
+    """End a simulated machine and delete its disk, at once or at most 30 s after a notice; then start another."""
     machines = run.machines
     if machines is None:
         run.problems.append("the run has only one machine, so no machine was preempted")

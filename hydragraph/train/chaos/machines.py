@@ -37,7 +37,7 @@ class Machines:
         return self.supervisors[0]
 
     def preempt(self, number: int, notice: bool) -> None:
-        """End a machine and delete its disk; with `notice`, it first has `NOTICE_S` seconds to hand over its state."""
+        """End a machine and delete its disk; if `notice`, its ranks first have `NOTICE_S` seconds to leave the run."""
         supervisor = self.supervisors[number]
         if notice:
             supervisor.send_signal(signal.SIGTERM)

@@ -36,7 +36,7 @@ class ReplanQuestion:
     """Inputs of a search for a plan.
 
     Attributes:
-        profile, cluster, home: values of the run, for healthy ranks.
+        profile, cluster, home: those of the run, as if all ranks were healthy.
         deadline_s: time limit of the search; None: no limit, so that the result is deterministic.
         at_once: whether to answer quickly, from an estimate on one mini-batch.
         streaming: whether stages may stream weights, as in ZeRO-3.

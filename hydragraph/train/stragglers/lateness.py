@@ -54,7 +54,7 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, Learned]:
-        """Learned rates by rank, without a correction still being tested."""
+        """Learned rates by rank; while a correction is tested, the rates before it."""
         return dict(self._learned if self._before is None else self._before[1])
 
     def planned(self, health: Health) -> Health:

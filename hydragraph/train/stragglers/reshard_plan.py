@@ -1,4 +1,4 @@
-"""Choice of the ranks that own the state (its home) by their speed and memory, and division of moves into stages.
+"""Choice of the state's owners (its home) by the speed and memory of the ranks, and division of moves into stages.
 
 Each owner sums the gradients of its share of the state, and updates the share after the last push. A step ends when the
 slowest owner is done:
@@ -58,7 +58,7 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A new home worth the move.
+    """A home that saves more time than the move to it takes.
 
     Attributes:
         before_s, after_s: seconds that the slowest owner takes per step, before and after the move.

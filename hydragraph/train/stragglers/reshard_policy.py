@@ -63,7 +63,7 @@ class Following:
 
     Attributes:
         memory: costs that include the ranks' memory; None: memory is unlimited.
-        rule: how strategies determine the owners; needs `memory`. None: strategies have no effect.
+        rule: how strategies determine the owners; needs `memory`. None: the owners do not depend on strategies.
     """
 
     home: Home

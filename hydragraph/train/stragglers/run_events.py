@@ -115,7 +115,7 @@ def read_events(path: Path) -> list[RunEvent]:
 
 
 def drop_events(path: Path, after: int) -> None:
-    """Delete events after a step, except those about saves and sessions."""
+    """Delete the events after a step, except `saved` events and starts of sessions."""
     events = [(line, _parse(line, place)) for line, place in complete_lines(path)]
     kept = [e.step <= after or e.event == "saved" or (e.event == "resumed" and not e.seconds) for _, e in events]
     if not all(kept):
