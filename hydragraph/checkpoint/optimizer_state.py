@@ -81,7 +81,7 @@ def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor
 
 
 def check_groups(what: str, home: HomeState, optimizer: torch.optim.Optimizer, plain: Plain) -> None:
-    """Check that an optimizer has the saved parameter groups and supports their settings."""
+    """Check that an optimizer has the saved parameter groups, and refuse saved settings that it does not support."""
     groups = _group_names(home, optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
         moved = _places(groups).items() ^ _places(plain.groups).items()

@@ -1,6 +1,7 @@
 """Recovery from a checkpoint in pieces; each piece is read from the nearest place that has it.
 
-Threads read the pieces that only their own rank needs. Meanwhile, ranks exchange the others in windows of bounded size.
+Each rank's threads read the pieces that no other rank needs. Meanwhile, ranks exchange the other pieces, a bounded
+number of bytes at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def recover(
 ) -> Recovered | None:
     """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
 
-    Pending writes are awaited. Checkpoints of the series that a rank last wrote or read come before all others.
+    Pending writes are completed first. Checkpoints of a series that any rank last wrote or read are preferred to newer
+    ones of other series.
 
     Args:
         chunk: bytes that all ranks together read ahead or exchange at a time.

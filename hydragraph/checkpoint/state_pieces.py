@@ -366,7 +366,7 @@ class Pieces:
 
 
 class PieceFile:
-    """Random access to a piece, loaded immediately if `whole`."""
+    """A piece, read in parts on demand, or loaded at once if `whole`."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf

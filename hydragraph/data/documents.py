@@ -98,7 +98,7 @@ class Fields:
         format: one of `Format`; "auto" detects it from a file's first record.
         messages: field with a list of {role, content} or of ShareGPT's {from, value}.
         prompt, completion: fields with a prompt and its completion, as texts or as messages.
-        chosen, rejected: fields with two answers, as texts, messages, or conversations with a common beginning.
+        chosen, rejected: fields with the two answers: texts, messages, or whole conversations that begin equally.
     """
 
     format: str = "auto"
@@ -296,7 +296,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations; their common first messages, except last messages, get weight 0."""
+    """Yield both conversations; their equal first messages get weight 0, but last messages never do."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):

@@ -98,7 +98,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
-        heldout: fraction of documents to hold out; if there is only one, fraction of its chunks.
+        heldout: fraction of documents to hold out; if there is only one document, fraction of its chunks.
         split_seed: seed that selects the held-out documents, independently of `seed`.
         overlong: "cut" or "drop" documents longer than `max_length`.
         pairs: whether documents 2i and 2i + 1 are a pair of answers, which share a mini-batch. If an answer is too

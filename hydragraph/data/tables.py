@@ -64,7 +64,6 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 @contextmanager
 def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Open a table; yield its column names, and a function that reads given columns in batches of rows."""
     kind = _KINDS[suffix_of(path)]
     try:
         import pyarrow

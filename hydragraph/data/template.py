@@ -27,8 +27,8 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template. If it has `{% generation %}` blocks, their output is trained on; otherwise, the content
-            and end token of each trained message are.
+        text: the template. If it has `{% generation %}` blocks, their output is trained on; otherwise, the content and
+            end token of each message that `train_on` selects.
         special: special tokens by name, such as {"bos_token": "<s>"}.
         train_on: "assistant" (train on all assistant messages), "last" (only the last one) or "all" (every token).
     """
@@ -228,7 +228,7 @@ class _Written:
         return begin, next((region[0] for region in after if region), len(self.text))
 
     def excluded(self) -> list[Span]:
-        """Return the spans of messages with weight 0; the first messages are excluded with their headers."""
+        """Return the spans of messages with weight 0; the span of those at the beginning includes their headers."""
         messages = self._conversation.messages
         first = next((i for i, message in enumerate(messages) if message.get("weight") != 0), None)
         if first is None:
@@ -263,7 +263,7 @@ class _Written:
             return self.text[: content[0]]
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span as `turn` does, for templates that render the last turn differently."""
+        """Return the span as `turn` does, for templates that render a message differently if it is the last."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:

@@ -8,7 +8,7 @@ The file is little-endian and contains, in this order:
     padding    zeros up to a multiple of 8 bytes
     offsets    int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]]
 
-Offsets come last, because the number of documents is unknown until then.
+Offsets come last, because the number of documents is unknown until all tokens are written.
 """
 
 from __future__ import annotations

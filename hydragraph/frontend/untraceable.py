@@ -172,7 +172,6 @@ def _numbers(module: nn.Module) -> dict[str, float]:
 
 
 def _kept_state(module: nn.Module) -> dict[str, str]:
-    """Return state that user code may use as counters, by place: numbers, sizes of lists and sets, and generators."""
     state: dict[str, str] = {}
     seen: dict[int, object] = {}
     for place, read in _places_of(module):

@@ -128,8 +128,8 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Run PyTorch's fused CPU operator so that a weight's result does not depend on its position in a shard.
 
-    The operator rounds elements after the last multiple of 16 differently, so these elements of all shards are joined
-    and padded.
+    The operator rounds elements after the last multiple of 16 differently, so these elements of all shards with equal
+    step counts are joined and padded to such a multiple.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -225,11 +225,11 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """Joined shards of a parameter group, which the next step reuses if its tensors are the same.
+    """Joined shards of a parameter group, which the next step reuses if the group's tensors are the same.
 
     Attributes:
         marks: addresses and shapes that identify the tensors.
-        next: step counts that the next step must have.
+        next: step counts at which the joined shards can be reused.
         runs: joined shards, each with the index of its first parameter.
     """
 

@@ -317,7 +317,6 @@ def _sizes(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Make the last dimension contiguous, which kernels assume unchecked."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -270,7 +270,7 @@ def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernels' variants, except fp16, which resembles bf16."""
+    """Yield the kernels' variants; fp16 variants, similar to those for bf16, are omitted."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         common |= {"of_label": "fp32", "of_each": "fp32"}

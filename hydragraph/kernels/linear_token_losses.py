@@ -49,7 +49,7 @@ def head_token_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, start: Tensor | None,
     ignored: int, of_hidden: bool, of_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return gradients of sum(losses * factors): this rank's summand for hidden, and the gradient of weight.
+    """Return gradients of sum(losses * factors): for hidden, this rank's summand; for weight, the rows on this rank.
 
     Args:
         lse: log-sum-exp over the full vocabulary.

@@ -78,9 +78,9 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """Calls of an uncompiled function in this context wait until another process compiles it or `ended` returns True.
+    """Within this context, calls of functions that are not yet compiled wait for another process to compile them.
 
-    `ended` may raise `StillCompiling`.
+    If `ended` returns True, they compile here; `ended` may raise `StillCompiling`.
     """
     _others.append(ended)
     try:
@@ -151,7 +151,6 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _folder() -> str | None:
-    """Return NUMBA_CACHE_DIR, else the user's cache folder; None if that folder is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(base, "hydragraph", "compiled"))
     with suppress(OSError):

@@ -44,7 +44,7 @@ class Batch:
     Attributes:
         origins: source offset of each range, [R] int64, in elements.
         places: target offset of each range.
-        beside: offset of each range if stored without gaps.
+        beside: offset that each range has if all ranges are stored without gaps.
     """
 
     origins: Offsets
@@ -217,7 +217,7 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Compute the same bits as `reference` on a CPU, many ranges at once."""
+    """Copy or add ranges on a CPU, a batch at a time, with the same bits as `reference`."""
     source = source.detach()
     target = target.detach()
     copy = _copy_few

@@ -367,7 +367,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Yield every configuration for a compute capability, except fp16, which resembles bf16."""
+    """Yield the kernels' variants for a compute capability; fp16 variants, similar to those for bf16, are omitted."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for options in _OPTIONS:

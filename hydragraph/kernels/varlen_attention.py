@@ -43,7 +43,7 @@ def varlen_attention(
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
         causal: whether a token attends only to itself and earlier tokens, not to all tokens of its sequence.
         scale: scale of the scores; default 1 / sqrt(D).
-        max_length: 0-d int64 on the CPU, the longest sequence; only GPU kernels read it.
+        max_length: length of the longest sequence, 0-d int64 on the CPU; only GPU kernels read it.
         window: token i attends only to tokens j with |i - j| < window.
         chunk: a token attends only within its chunk of `chunk` tokens.
         cap: scores s become cap * tanh(s / cap).

@@ -1,4 +1,4 @@
-"""Detection of stored heads that only other classes of the model's family have, so that they are skipped.
+"""Detection of stored heads that belong only to other classes of the model's family, so that loading skips them.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The classes that use a model's config."""
+    """The module classes that use a model's config class."""
 
     kinds: tuple[type[nn.Module], ...] = ()
     config: Any = None

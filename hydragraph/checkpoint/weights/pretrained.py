@@ -203,7 +203,6 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
 def _meetings(
     held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, stored values, destination) for each overlap of a stored tensor with this rank's boxes."""
     requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
     for (name, piece), read in readers(requests):
         for offsets, box in held[name].items():

@@ -34,7 +34,7 @@ class Shell:
         return fp32_keys(self.model)
 
     def keys(self, merged: bool) -> frozenset[str] | None:
-        """Return the tensor keys that `write` needs, or None for all."""
+        """Return the tensor keys that `write` needs; None: all keys."""
         return adapter_keys(self.model) if is_peft(self.model) and not merged else None
 
     def write(
@@ -64,7 +64,7 @@ class Shell:
 
 
 def published_keys(shell: Shell) -> frozenset[str] | None:
-    """Return the tensor keys that `published_names` needs, or None for all."""
+    """Return the tensor keys that `published_names` needs; None: all keys."""
     if not is_peft(shell.model):
         return None
     adapters = adapter_names(shell.model)
