@@ -113,7 +113,7 @@ def strategies_and_costs(
     """Capture a config's model, and return its strategies, costs and program.
 
     Args:
-        doubled: whether datasheet costs also cover 2, 4, ... times the strategies' tensor-parallel degrees, for advice.
+        doubled: whether datasheet costs also cover the strategies' tensor-parallel degrees times 2, 4, ..., for advice.
     """
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
@@ -151,7 +151,7 @@ def run_assignment(
     """Assign a mini-batch's sequences to pipelines and micro-batches, as a run does.
 
     Args:
-        known: whether the run knows these costs; if not, or if a sequence does not fit in memory, use `quick_plan`.
+        known: whether the run has these costs to plan with; otherwise, or if no plan fits in memory, use `quick_plan`.
     """
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign

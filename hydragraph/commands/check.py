@@ -86,18 +86,18 @@ class CheckOptions(ConfigOptions):
 
 @verb
 def check_command(options: CheckOptions) -> None:
-    """Predict for each strategy whether it fits into memory, what uses most of the memory, and the seconds per step.
+    """Predict for each strategy whether it fits into memory, what uses most of the memory, and the step time.
 
     The command rejects each setting, file, model, strategy and optimizer that training would reject, and reports
     missing data. Unless --cluster or plan.cluster is set, each rank is an H200. With `device: cpu`, each rank gets an
-    equal share of this machine's memory, and the seconds are unknown.
+    equal share of this machine's memory, and no step time is predicted.
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and its
-    optimizer state. The advice in the column "change first" is verified in the same way. MFU is the ratio of the
-    model's FLOP/s to the devices' peak, without recomputation and gradients of frozen weights. If the config does not
-    set `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
+    optimizer state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s,
+    without recomputation and gradients of frozen weights, divided by the devices' peak. If the config does not set
+    `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
     that kernel launches take, and the number of tokens below which they take more than half. The exit code is 1 if a
-    strategy does not fit, or if training on this machine would fail because of the data.
+    strategy exceeds the memory, or if the data would make training on this machine fail.
     """
     from hydragraph.train.plan_input import CostFiles, read_costs
 

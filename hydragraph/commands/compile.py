@@ -88,7 +88,7 @@ def compile_command(options: CompileOptions) -> None:
     """Compile a model for its strategies and verify all ranks' programs, without data, devices or weights.
 
     The output folder contains the program, each rank's instructions, each graph as Python code, and a summary. The exit
-    code is 1 if a strategy does not fit.
+    code is 1 if a strategy cannot be compiled.
     """
     from hydragraph.commands.compile_files import check_folder
     from hydragraph.kernels.gpu_arch import arch_of
@@ -214,7 +214,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Set a rank's number of threads, because Inductor's CPU code depends on it."""
+    """Compile with as many threads as a rank will have, because Inductor's CPU code depends on their number."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

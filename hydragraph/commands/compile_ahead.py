@@ -65,10 +65,10 @@ class StrategyRecord:
     """Result of compiling one strategy.
 
     Attributes:
-        strategy: the strategy's text with its fingerprint; the user's text if the strategy does not fit.
-        folder: folder of the strategy's files; "" if the strategy does not fit.
+        strategy: the strategy's text with its fingerprint; the user's text if the strategy did not compile.
+        folder: folder of the strategy's files; "" if the strategy did not compile.
         pull_bytes, push_bytes: bytes of weights and gradients sent between ranks in one iteration.
-        problem: why the strategy does not fit; "" if all programs are proven complete and free of deadlocks.
+        problem: why the strategy did not compile; "" if all programs are proven complete and free of deadlocks.
     """
 
     strategy: str
@@ -95,7 +95,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A strategy's record, and the ranks' programs if the strategy fits."""
+    """A strategy's record, and the ranks' programs if the strategy compiled."""
 
     record: StrategyRecord
     programs: RankPrograms | None
@@ -113,7 +113,7 @@ class Compiler:
     Args:
         backend: "eager", or "inductor", which fills its cache on disk.
         tell: called with the name of each strategy and graph to compile.
-        built: kernels for a GPU that this machine does not have (`private.absent_gpu`); None: compile for this machine.
+        built: compiled kernels for a GPU that is absent here (`private.absent_gpu`); None: compile for this machine.
     """
 
     def __init__(

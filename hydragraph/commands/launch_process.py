@@ -81,7 +81,7 @@ def on_ranks(
 
     Args:
         elastic: how ranks continue when some are lost; None: a loss ends the run.
-        nodes: machines that this machine leads, if the launcher started one process per machine, not per rank.
+        nodes: machines that this machine leads, if the launcher started one process per machine instead of per rank.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)

@@ -263,14 +263,14 @@ def chosen_strategies(
 
 
 def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int | None = None) -> TrainConfig:
-    """Return the config with `chosen_strategies`; re-planning is disabled, because it may need "auto"."""
+    """Return the config with `chosen_strategies` and without re-planning, which may need "auto"."""
     strategies = chosen_strategies(named, config.strategies, ranks)
     elastic = replace(config.elastic, replan=None, dry_run=False)
     return replace(config, strategies=strategies, plan=given_plan(config), elastic=elastic)
 
 
 def check_strategies(texts: Sequence[str], model: ModelConfig, ranks: int) -> None:
-    """Check strategies if the model's config states the number of layers."""
+    """If the model's config states the number of layers, check strategies."""
     layers, heads = (stated_size(model, name) for name in ("num_hidden_layers", "num_attention_heads"))
     if layers is not None:
         strategies_of(texts, layers, ranks, () if heads is None else (heads,))

@@ -22,7 +22,7 @@ EXAMPLE = (
 
 @verb
 def plan_command(options: PlanOptions) -> None:
-    """Propose strategies for your data or your devices and predict their seconds, without running anything.
+    """Propose strategies for your data or your devices and predict their step times, without running anything.
 
     For equal devices (--devices), the candidates are chosen for the sequence lengths and compared on mini-batches
     drawn from these lengths. A table compares each candidate's seconds per iteration with those of the best

@@ -1,6 +1,6 @@
 """Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine memory.
 
-If the machine has a second core, another process compiles the same graphs backwards, then those of sums in pieces:
+With a second core, another process compiles the same graphs in reverse order, then those of sums in pieces:
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
@@ -68,7 +68,7 @@ class PlanInputs:
 
     @classmethod
     def read(cls, asked: PlanOptions) -> PlanInputs:
-        """Read the files, except lengths and strategies, without PyTorch."""
+        """Read all files except those of lengths and strategies, without importing PyTorch."""
         from hydragraph.train.plan_input import CostFiles, read_corrections
 
         assert asked.cluster is not None, "plan_command requires it"
@@ -86,7 +86,7 @@ class PlanInputs:
 
 
 def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Costs, str, Ready]:
-    """Return the costs, their source, and which graphs are cached; with a config, memory is exact."""
+    """Return the costs, their source, and a test for cached graphs; with a config, memory is exact."""
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs

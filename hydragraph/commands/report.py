@@ -61,8 +61,8 @@ def report_command(options: ReportOptions) -> None:
     """Write one HTML file with timelines, memory, traffic, and a comparison of strategies.
 
     For a config, the report simulates the strategies. For a plan, it explains why rivals are worse. For a run, it shows
-    losses, speed and lost, slow or new ranks; if the run was traced, it also compares predicted and measured times. The
-    file is self-contained.
+    losses, speed, and which ranks were lost, slow or new; for a traced run, it also compares predicted and measured
+    times. The file is self-contained.
     """
     source = options.source
     if not source.exists():

@@ -30,7 +30,7 @@ def list_passes() -> Iterator[str]:
 
 
 def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:
-    """Yield templates and their graphs after each pass, for one rank or the first rank of each kind of stage."""
+    """Yield templates and their graphs after each pass; by default, for the first rank of each kind of stage."""
     shown = set()
     for block, part in _places(program, strategy, rank):
         key = (block.template, part)

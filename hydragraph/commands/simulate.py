@@ -106,7 +106,7 @@ class StepOptions(ConfigOptions):
         check_prices(self.profile, self.efficiency)
 
     def read(self, config: TrainConfig) -> StepInputs:
-        """Read all files and texts, without PyTorch."""
+        """Read all files and texts, without importing PyTorch."""
         from hydragraph.spec.cluster import Cluster
         from hydragraph.spec.default_cluster import default_cluster
         from hydragraph.train.plan_input import CostFiles

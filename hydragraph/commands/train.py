@@ -187,7 +187,7 @@ def _print_idle(gpus: int) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Return the config with `elastic.min_ranks=1` if it was unset and this process starts ranks that can survive."""
+    """Set an unset `elastic.min_ranks` to 1 if this process starts ranks that can survive the loss of others."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or config.ranks == 1:
         return config
@@ -335,7 +335,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank; without `stopping`, the launching process forwards stop requests."""
+    """Train on this rank; if `stopping` is None, stop requests come from the launching process."""
     from hydragraph.cluster.rendezvous.member import Told, elastic, here
     from hydragraph.engine import api
     from hydragraph.train.loop import train

@@ -113,8 +113,8 @@ def capture(
     For the other arguments, see `hydragraph.frontend.capture.capture`.
 
     Args:
-        check: "auto" checks at least one block of each structure: on packed sequences, the captured graph must have the
-            loss and gradients of the model on single sequences. "full" checks all blocks, "off" none.
+        check: "auto" checks at least one block of each structure: the captured graph, on packed sequences, must return
+            the same loss and gradients as the model on single sequences. "full" checks all blocks, "off" none.
         compiled: folder, written by `hydragraph compile`, from which to read the program.
 
     Raises:
@@ -167,7 +167,8 @@ def compile(
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training). Tensors are this rank's shards, or empty; do not edit `.data`. `move` repeats the call.
+            None (no training). Tensors are this rank's shards, or empty; do not edit `.data`. `move` calls this
+            function again.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
@@ -176,7 +177,7 @@ def compile(
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
-        program: result of `capture` for an equal model, which replaces `example` and, by default, `loss`.
+        program: result of `capture` for an equal model; it replaces `example` and, by default, `loss`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
         home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
@@ -184,7 +185,8 @@ def compile(
         trust: whether to load the folder's Inductor code, which runs with your permissions.
         joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
         deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum fp32 bytes of weights, and of gradients, in flight; default: 2 largest blocks (1 if streaming).
+        window: maximum fp32 bytes in flight of weights, and of gradients; default: 2 x largest block (1 x if
+            streaming).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -272,7 +274,7 @@ def _subject(
 
 
 def _held(executable: Executable, joining: bool) -> Executable:
-    """Make an elastic rank announce that it holds state, or join the other ranks to receive state."""
+    """Announce that an elastic rank holds state; if it started late, join the others to receive state."""
     if (member := here()) is not None and not comes_late():
         member.hold()
         executable.joined = member.holds

@@ -128,7 +128,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 def measure_newcomers(
     subject: Subject, world: World, planning: Planning, known: Costs, types: Sequence[str], newcomers: Sequence[int]
 ) -> Costs | None:
-    """Return new costs if a joining rank's device has an unexpected type, or else None; all ranks call this.
+    """Return new costs if a joining rank's device has an unexpected type, otherwise None; all ranks call this.
 
     Args:
         types: for each rank, the device type that the `known` costs assume, or "" if unknown.
@@ -237,7 +237,7 @@ def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks, because fits may be rounded differently on each rank."""
+    """Return rank 0's value on all ranks, because each rank may round a fitted value differently."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 
@@ -258,7 +258,7 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of a rank's cached profile: `shared` by a device type's ranks, or `own` if their times differ."""
+    """Keys of a rank's cached profile: `shared` by its device type's ranks; `own` is used if their times differ."""
 
     shared: str
     own: str

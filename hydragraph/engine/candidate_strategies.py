@@ -119,7 +119,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Return a home with explicit owners of the state, which rank 0 chooses for all ranks.
+    """Return a home; if a rule defines it, rank 0 applies the rule for all ranks.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -237,7 +237,7 @@ def at_once_among(
     """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
 
     Args:
-        running: earlier strategies, those of the current ranks first.
+        running: earlier strategies; those that ran on the current ranks come first.
     """
 
     def search() -> Strategy | None:
@@ -279,7 +279,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the planner's input, with the candidates' costs (rough without a profile)."""
+    """Return the planner's input, with the candidates' costs (rough estimates if there is no profile)."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)

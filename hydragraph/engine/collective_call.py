@@ -25,7 +25,7 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Calls allowed while a loop or context of an executable is open, and why other calls are refused."""
+    """The only calls allowed while a loop or context of an executable is open, and the reason."""
 
     calls: tuple[str, ...]
     why: str

@@ -51,7 +51,7 @@ class Executable(Membership):
     Attributes:
         strategies: those that steps choose from.
         given, wanted_home: arguments `strategy` and `home` of `compile`.
-        measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
+        measured_seats: seats (initial ranks) of the devices in `given_profile`; None means seats 0, 1, ...
         spans: list to which steps append their instructions' times, or None.
         watched: whether idle ranks measure the speed of their devices; equal on all ranks.
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
@@ -70,8 +70,8 @@ class Executable(Membership):
         Args:
             sequences: 1-D tensors or lists of token ids; or mappings with input_ids, labels or shift_labels, and a
                 tensor [tokens, ...] per custom field of compile's example=. The loss ignores labels of -100. Causal
-                models shift labels; shift_labels are already aligned with the predictions. A mapping may also be a
-                batch [sequences, tokens] with an attention_mask for padding on the right.
+                models shift labels; shift_labels are already aligned with the predictions. A mapping may also hold a
+                right-padded batch [sequences, tokens] with its attention_mask.
             strategy: strategy for this step, or its text; by default, the strategy given to `compile`, or the best of
                 several. Changing the strategy moves no optimizer state.
             divide_by: divisor of the summed losses: "targets" or "sequences" (their number in the mini-batch), or a
@@ -169,7 +169,7 @@ class Executable(Membership):
         return first.profile, first.cluster, self.measured_seats, self.planning.lengths
 
     def adopt(self, measured: Measurements | None) -> None:
-        """Use other ranks' measurements, unless this rank has costs."""
+        """If this rank has no costs, use the measurements of other ranks."""
         if self._first_profile is None and measured is not None:
             profile, cluster, self.measured_seats, lengths = measured
             self._measures = True

@@ -114,7 +114,7 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int, update: int = 0) -> tuple[int, ...]:
-        """Return the inputs of `compare` as integers, sent at a commit and read by `RanksCompared.of`.
+        """Return the inputs of `compare` as integers, which a commit sends and `RanksCompared.of` reads.
 
         Args:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
@@ -137,7 +137,7 @@ class Session:
         """Run an iteration.
 
         Args:
-            says: function that returns this rank's message (`saying`), called after the computation.
+            says: function, called after the computation, that returns this rank's message (see `saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}

@@ -123,7 +123,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     """Return the row with the largest `ratio`.
 
     Raises:
-        ValueError: only the strategy or only the reference has a nonzero gradient of some parameter.
+        ValueError: strategy and reference have gradients of different parameters (the strategy's zeros do not count).
     """
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)

@@ -69,7 +69,7 @@ class Holding:
         return Standing(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
-        """Switch to the agreed state; return whether this rank finished a step to reach it."""
+        """Switch to the agreed state; return whether this rank had to finish a step that other ranks had finished."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving = None

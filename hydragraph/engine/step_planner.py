@@ -58,7 +58,7 @@ class IterationPlanner:
             self._service.submit(tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> IterationPlan:
-        """Return a mini-batch's plan; successive calls with equal lengths (scoring, then training) share one plan.
+        """Return a mini-batch's plan; the next call reuses it if lengths are equal (scoring, then training).
 
         Raises:
             Unsupported: no candidate can run the longest sequence.
@@ -88,7 +88,7 @@ class IterationPlanner:
         return self._planned(planned, began, self.static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
-        """Use other candidates or costs, even for announced mini-batches."""
+        """Use other candidates or costs; mini-batches announced earlier are planned again."""
         self._request = request
         self.static = static
         self._chosen = request if static is None else request.only(static)

@@ -79,9 +79,9 @@ class BenchKernelsOptions(BenchOptions):
 def kernels_command(options: BenchKernelsOptions) -> None:
     """Time every kernel and its alternatives, over a sweep of sizes.
 
-    Each implementation ("side") is checked before it is timed, and the sides are timed in turn. GB/s are relative to
-    one large copy, and TFLOP/s to one large matrix product, measured in the same run. "dispatch" is the backend that
-    hydragraph chooses.
+    Each implementation ("side") is checked before it is timed, and the sides are timed in turn. Percentages compare
+    GB/s with one large copy and TFLOP/s with one large matrix product, measured in the same run. "dispatch" is the
+    backend that hydragraph chooses.
     """
     import torch
 

@@ -149,7 +149,7 @@ def _use_attention(model: nn.Module) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention in the dtype of `value`; under autocast, Llama's rotated queries and keys are fp32."""
+    """Cast queries and keys to the dtype of `value` and attend; under autocast, Llama's rotations return fp32."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 
