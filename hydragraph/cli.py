@@ -74,7 +74,7 @@ def _print_version(asked: bool) -> None:
 
 
 def main(began: float | None = None) -> None:
-    """Run the command line, whose deadlines count from `began`."""
+    """Run the command line; deadlines of commands count from `began`."""
     os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell

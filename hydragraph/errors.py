@@ -90,7 +90,7 @@ class Unreachable(RuntimeError):  # noqa: N818
 
 
 class CallbackFailure(RuntimeError):  # noqa: N818
-    """Raised by a callback; a note contains its traceback."""
+    """Raised if a callback fails; a note contains the callback's traceback."""
 
 
 class StillCompiling(RuntimeError):  # noqa: N818

@@ -74,7 +74,6 @@ class RankFilter(logging.Filter):
     """Filter that adds `rank` (None before joining), `ranks`, `step`, and their text `where` to records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the fields to a record."""
         at = _position
         record.rank = at.rank
         record.ranks = at.ranks
@@ -93,7 +92,6 @@ class _Shown(logging.StreamHandler[Any]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The current `sys.stderr`."""
         return sys.stderr
 
 

@@ -21,7 +21,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Text of one rank's error; `users` is true if the caller made a mistake."""
+    """Text of one rank's error; `users` is true if the mistake is the caller's."""
 
     users: bool
     text: str
@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes an error as `sent`, raise `own` on each rank that has it, and the first `sent` elsewhere."""
+    """If any rank passes an error as `sent`, raise each rank's `own` error or, where that is None, the first `sent`."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

@@ -52,7 +52,7 @@ class SumsProducts:
     """Mixin that splits a matrix product by rows, and all-reduces one piece while it computes the next."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
-        """Start to sum x @ w over pairs of x [T, K] in `factors` and w [K, N] in `weights`, and over ranks."""
+        """Start to add up, over ranks, the products x @ w of all pairs x [T, K] in `factors`, w [K, N] in `weights`."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -155,7 +155,7 @@ class Collectives(SumsProducts):
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the stage; small half-precision tensors, which ranks add locally, are added in fp32."""
+        """Return the sum over the stage; ranks add small half-precision tensors locally, in fp32."""
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> Started:

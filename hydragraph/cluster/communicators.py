@@ -72,7 +72,7 @@ class Channel(Enum):
 
 
 class _Direction(Enum):
-    """Direction of point-to-point traffic, with its own communicator, because NCCL has one queue per pair of ranks."""
+    """Direction of point-to-point traffic; each has a communicator, because NCCL has one queue per pair of ranks."""
 
     UP = "up"
     DOWN = "down"
@@ -259,7 +259,7 @@ class Groups:
     def reduce_to_host(
         self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Reduce a tensor over all ranks and return the result, bitwise equal on every rank, in host memory.
+        """Reduce a tensor over all ranks; return the result in host memory, bitwise equal on every rank.
 
         If NCCL's communicator is aborted, no error is raised, but the result is undefined. To detect an abort, the
         host checks the watch after waiting, and every rank adds a mark to the tensor.
@@ -363,7 +363,7 @@ class Groups:
         """Create the stages' missing communicators; all ranks call this with the same list.
 
         Args:
-            rank_sets: ranks of every stage about to run, in tensor-parallel order.
+            rank_sets: for every stage about to run, its ranks in tensor-parallel order.
 
         Returns:
             The collectives of each set that includes this rank, valid until the next call.

@@ -301,7 +301,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
-        If this machine was elected, the `nodes` to pass to a `launch` that continues its ranks. None if the run has
+        If this machine was elected leader, the `nodes` for a `launch` that continues the ranks; None if the run has
         ended.
     """
     context = starting()

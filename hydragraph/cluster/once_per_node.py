@@ -1,6 +1,6 @@
 """Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-Among a machine's ranks with equal inputs, the highest rank computes the result, so that rank 0 can plan meanwhile. That
+If a machine's ranks have equal inputs, the highest rank computes the result, so that rank 0 can plan. That
 rank writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes
 its own result.
 """

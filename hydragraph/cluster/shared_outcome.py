@@ -1,4 +1,4 @@
-"""Calls of a function on some ranks, whose results and errors all ranks receive."""
+"""Function calls on some ranks; all ranks receive their results and errors."""
 
 from __future__ import annotations
 

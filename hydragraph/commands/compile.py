@@ -214,7 +214,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Compile with as many threads as a rank will have, because Inductor's CPU code depends on their number."""
+    """Use a rank's number of threads, on which Inductor's CPU code depends."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

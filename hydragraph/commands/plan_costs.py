@@ -68,7 +68,7 @@ class PlanInputs:
 
     @classmethod
     def read(cls, asked: PlanOptions) -> PlanInputs:
-        """Read all files except those of lengths and strategies, without importing PyTorch."""
+        """Read all files except lengths and strategies, without importing PyTorch."""
         from hydragraph.train.plan_input import CostFiles, read_corrections
 
         assert asked.cluster is not None, "plan_command requires it"

@@ -335,7 +335,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank; if `stopping` is None, stop requests come from the launching process."""
+    """Train on this rank; if `stopping` is None, the launching process forwards stop requests."""
     from hydragraph.cluster.rendezvous.member import Told, elastic, here
     from hydragraph.engine import api
     from hydragraph.train.loop import train

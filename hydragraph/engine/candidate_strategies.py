@@ -237,7 +237,7 @@ def at_once_among(
     """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
 
     Args:
-        running: earlier strategies; those that ran on the current ranks come first.
+        running: earlier strategies; those of the current ranks come first.
     """
 
     def search() -> Strategy | None:
@@ -279,7 +279,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the planner's input, with the candidates' costs (rough estimates if there is no profile)."""
+    """Return the planner's input, with the candidates' costs (rough without a profile)."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)

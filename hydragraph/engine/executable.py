@@ -51,7 +51,7 @@ class Executable(Membership):
     Attributes:
         strategies: those that steps choose from.
         given, wanted_home: arguments `strategy` and `home` of `compile`.
-        measured_seats: seats (initial ranks) of the devices in `given_profile`; None means seats 0, 1, ...
+        measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
         spans: list to which steps append their instructions' times, or None.
         watched: whether idle ranks measure the speed of their devices; equal on all ranks.
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
@@ -169,7 +169,7 @@ class Executable(Membership):
         return first.profile, first.cluster, self.measured_seats, self.planning.lengths
 
     def adopt(self, measured: Measurements | None) -> None:
-        """If this rank has no costs, use the measurements of other ranks."""
+        """Use other ranks' measurements, unless this rank has costs."""
         if self._first_profile is None and measured is not None:
             profile, cluster, self.measured_seats, lengths = measured
             self._measures = True

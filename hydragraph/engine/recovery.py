@@ -124,7 +124,7 @@ def meet_again(
         newest: called after ranks meet; returns the checkpoint to restore if state is lost. All ranks use the
             checkpoint of the first rank that has one.
         soon: whether to use the first good strategy instead of the best.
-        rates: slowdown of each process by member number, on the rank that monitors speeds; None elsewhere.
+        rates: slowdown of each process, by member number; only on the rank that monitors speeds.
         pieces: like `newest`, for this rank's pieces; the newer of the two checkpoints is read.
         set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
     """
@@ -298,7 +298,7 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that suit these ranks, or else planned ones, or else one like the first given."""
+    """Return the given strategies that suit these ranks, else planned ones, else one like the first given."""
     choices = exe.given
     lengths = exe.planning.lengths
 
@@ -335,7 +335,7 @@ def costs_for(
     """Return the costs of strategies on the devices in these seats.
 
     Args:
-        seats: seat of each rank. If the cluster lacks a seat, devices are assumed to be identical.
+        seats: seat of each rank. If a seat is not in the cluster, devices are assumed to be identical.
         priced: seats of the devices in `given`; None means 0, 1, ...
     """
     if not isinstance(given, Costs):

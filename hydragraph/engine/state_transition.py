@@ -25,8 +25,6 @@ _LOG = logging.getLogger(__name__)
 
 
 class Holding:
-    """A rank's current and arriving session."""
-
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
         """Start without a session; `start` returns initial weights, and is called unless weights are loaded first."""
         self.held: Session | None = None
@@ -69,7 +67,7 @@ class Holding:
         return Standing(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
-        """Switch to the agreed state; return whether this rank had to finish a step that other ranks had finished."""
+        """Switch to the agreed state; return whether this rank finished a step that others had finished."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving = None

@@ -88,7 +88,7 @@ class IterationPlanner:
         return self._planned(planned, began, self.static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
-        """Use other candidates or costs; mini-batches announced earlier are planned again."""
+        """Use other candidates or costs, and plan announced mini-batches again."""
         self._request = request
         self.static = static
         self._chosen = request if static is None else request.only(static)

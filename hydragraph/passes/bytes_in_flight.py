@@ -35,7 +35,8 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put a rank's pulls before its work, but run a forward after the first pull that waits for the forward's weights.
+    """Put pulls before a rank's work, except that each forward follows the first pull that waits for that forward's
+    weights.
 
     Only a first stage runs forwards between pulls; a later stage would have to wait for a hidden state.
     """

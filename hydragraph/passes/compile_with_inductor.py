@@ -127,7 +127,7 @@ class GraphPiece(nn.Module):
     """Compiled part of a graph. Its arguments are the values of `symbols`, then the inputs; it returns a tuple.
 
     Attributes:
-        graph: uncompiled graph, run if a size is 0 or 1 or no compiled code supports the sizes.
+        graph: uncompiled graph, which runs if a size is 0 or 1, or no compiled code supports the sizes.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

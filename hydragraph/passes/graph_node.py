@@ -45,7 +45,7 @@ class Product(NamedTuple):
         weight: 2-D, or for experts [experts, in, out] or [experts, out, in].
         inner: the weight's input dimension.
         outer: the weight's output dimension.
-        given: operand of the product, the weight or its transpose.
+        given: the operand itself: the weight or its transpose.
     """
 
     x: fx.Node

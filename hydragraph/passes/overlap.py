@@ -88,7 +88,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order: after the last forward, after their gradients and, if they wait, after index `free`."""
+    """Insert pushes in order, each after the last forward, its gradients and, if it waits, index `free`."""
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }

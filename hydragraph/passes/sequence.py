@@ -33,7 +33,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
-    """Return a value's token dimension, or None if the value has none or several, as attention scores do."""
+    """Return a value's token dimension, or None if the value has none or, like attention scores, several."""
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -92,7 +92,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
-    """Return an operand's token dimension if the operand has all tokens, but `node` needs only this rank's tokens."""
+    """Return the token dimension of an operand that has all tokens if `node` needs only this rank's, else None."""
     if node.target is dropout and operand is operands(node)[1] and operand not in parts:
         return 1  # dimension of the dropout's keys, [1, T, 2]
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):

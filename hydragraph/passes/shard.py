@@ -70,8 +70,8 @@ class ShardedTemplate:
 
     Attributes:
         graph: forward graph over local shards. Its placeholders are the template's, then one per name in `vocabulary`.
-        vocabulary: local names of the parameters sharded along the vocabulary, or whose product is sharded
-            before a dropout. For each, the graph takes the rank's first row or column as an input (0-d int64).
+        vocabulary: local names of parameters that are sharded along the vocabulary or have a sharded product before a
+            dropout. For each, the graph takes the rank's first row or column as an input (0-d int64).
     """
 
     graph: fx.GraphModule

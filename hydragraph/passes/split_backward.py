@@ -19,7 +19,7 @@ from hydragraph.private.tracing import ancestors_of, subgraph
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """Half of a backward, with fields as in `Variant`."""
+    """Half of a backward; its fields are as in `Variant`."""
 
     backward: fx.GraphModule
     needs: tuple[str, ...]

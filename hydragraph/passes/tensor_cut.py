@@ -111,7 +111,7 @@ class Cuts:
         return sorted(b for b in self.origins[cut.lead].bounds if cut.start < b < cut.start + cut.length)
 
     def join(self, cuts: Sequence[Cut]) -> Cut | None:
-        """Return the first cut, extended by all cuts' origins and bounds; None if `bound` fails."""
+        """Return the first cut, extended by the origins and bounds of all cuts; None if `bound` fails."""
         first = cuts[0]
         parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
         joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))

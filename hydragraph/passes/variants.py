@@ -117,7 +117,7 @@ class Variants:
         return variant if self._backend != "eager" else _on(variant, self._device)
 
     def traced(self, block: Block, part: StagePart) -> bool:
-        """Return whether `get` need not trace."""
+        """Return whether `get` finds a traced variant."""
         spec = self.spec(block, part)
         return self._key(spec) in _shared or (self._cache is not None and self._cache.has(spec))
 

@@ -19,7 +19,7 @@ _BACKGROUND_CTAS = 16
 def drop_all() -> None:
     """Release all process groups without waiting.
 
-    Numbers in new group names start at 0 again, so that all ranks use the same names.
+    The names of new groups are numbered from 0 again, so that all ranks use the same names.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():

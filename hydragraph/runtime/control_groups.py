@@ -25,7 +25,7 @@ def memory_limit() -> float:
 
 
 def throttled_seconds() -> float:
-    """Return how long CPU quotas stopped this process."""
+    """Return the seconds that CPU quotas stopped this process."""
     total = 0.0
     for folder in _folders("cpu"):
         with suppress(OSError):

@@ -66,7 +66,7 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """Number of sending peers if each sends the whole target's elements in order, else 0."""
+        """Number of sending peers if each sends all elements of the target, in order; otherwise 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0

@@ -62,7 +62,7 @@ class HomeState:
     Attributes:
         weights: bucket name -> 1-D fp32 tensor of this rank's shard.
         gradients: as `weights`, for trained buckets only.
-        counted: views of the gradients that only this rank counts in norms.
+        counted: views of those gradients that this rank, not their other owner, counts in norms.
         pieces: parameter name -> part that this rank owns, possibly empty, in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`; has no `.grad` outside updates.
     """
@@ -145,7 +145,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, start) of each parameter that overlaps [lo, hi) in [low, high) and begins at `start`."""
+    """Yield (name, low, high, start): a parameter that begins at `start`, and its overlap [low, high) with [lo, hi)."""
     start = 0
     for parameter in bucket.parameters:
         low = max(lo, start)
@@ -269,7 +269,7 @@ _BY_SHAPE = (
 
 
 def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dict[str, Any]] | Exception:
-    """Return options by parameter for the model's own shapes, or the function's error."""
+    """Return each parameter's options for the model's own shapes, or the factory's error."""
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
     named = [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
     try:

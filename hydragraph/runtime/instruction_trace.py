@@ -104,7 +104,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message that carries a value; if `more`, another message must still forward the value."""
+        """Time a wait for a value's message; `more` means that the value needs another message."""
         began = self._clock.now()
         yield
         ended = self._clock.now()

@@ -143,8 +143,8 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
     """Return a message's time, given the time until its answer arrives.
 
     Args:
-        before: smaller messages, the smallest of which takes as long as the answer. If empty, message and answer have
-            the same size.
+        before: (bytes, seconds) of smaller messages; the first takes as long as the answer. If empty, message and
+            answer have the same size.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
 

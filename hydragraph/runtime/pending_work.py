@@ -38,8 +38,8 @@ class Pending:
     """Value in flight, whose exchange ends on one stream while another stream waits for the value.
 
     Args:
-        at_once: whether to end the exchange right after its start, if the device queues waits. Pass False if this would
-            delay the stream's later work.
+        at_once: whether to queue the exchange's end right after its start, if the device queues waits. Pass False if
+            this would delay the stream's later work.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:

@@ -62,7 +62,7 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Return why the fit is not usable, or None if it is."""
+        """Return why the fit is unusable, or None if it is usable."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
         # With short windows, quadratic cost looks linear, so the fit may confuse both.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
@@ -212,7 +212,7 @@ def fit_profile(
     messages: Sequence[tuple[int, float]],
     **more: Any,
 ) -> Profile:
-    """Fit a profile to measurements, and record the reasons of failed fits.
+    """Fit a profile to measurements, and record why fits failed.
 
     Args:
         blocks: templates of the model's blocks, in order.

@@ -124,7 +124,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Node and type of a rank's device; a stage is measured on devices of one place."""
+    """Node and type of a rank's device; each stage is measured on equal places."""
 
     node: str
     type: str
@@ -164,7 +164,7 @@ def measure_types(
 
     Args:
         messages: (bytes, seconds) of messages, if already measured.
-        split: whether times may divide types.
+        split: whether to divide types by measured times.
     """
     program = subject.program
     world = groups.world

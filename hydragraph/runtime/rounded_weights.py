@@ -19,7 +19,7 @@ class Rounded:
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a bucket's copy, rounded again if weights changed outside the kernel, or a frozen bucket's weights."""
+        """Return a frozen bucket's weights, or else its copy (rounded again if weights changed outside the kernel)."""
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
             return weights

@@ -198,7 +198,7 @@ class Route:
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
-    """Return the starts and ends of intervals within [lo, hi) that at least one rank has."""
+    """Return the starts and ends of the intervals of [lo, hi) whose elements are not lost."""
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
     ends = np.append(begin, source.size).clip(lo, hi)

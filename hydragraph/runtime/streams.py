@@ -109,8 +109,6 @@ class HostStreams:
 
 
 class CudaClock:
-    """Event-based GPU clock."""
-
     def __init__(self) -> None:
         self._first = self.now()
         self._began = time.perf_counter()

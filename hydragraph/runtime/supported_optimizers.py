@@ -57,7 +57,7 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
 
 
 def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dtype) -> int:
-    """Return the total bytes per element of fp32 weight, optimizer state and, for `hydragraph.AdamW`, 16-bit copy."""
+    """Return the bytes per element: fp32 weight, optimizer state and, for `hydragraph.AdamW`, 16-bit copy."""
     named = [(name, nn.Parameter(torch.ones(2))) for name in names]
     for _, parameter in named:
         parameter.grad = torch.ones(2)

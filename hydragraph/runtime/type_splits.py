@@ -1,4 +1,4 @@
-"""Division of device types by measured times."""
+"""Division of device types whose devices' times differ."""
 
 from __future__ import annotations
 

@@ -46,8 +46,6 @@ class Accusation:
 
 
 class Judge:
-    """Detects failed processes from repeated observations."""
-
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
         self._ended: dict[int, float] = {}
@@ -56,7 +54,7 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Add observations, made `elapsed` seconds after the previous ones; return an accusation if justified.
+        """Add observations made `elapsed` seconds after the previous ones; return an accusation, or None.
 
         Args:
             others_run: whether a process not in `seen` is running.
@@ -96,8 +94,6 @@ class Judge:
 
 
 class Stall:
-    """Detects a run without progress."""
-
     def __init__(self) -> None:
         self._moves: dict[int, int] = {}
         self._still_s = 0.0

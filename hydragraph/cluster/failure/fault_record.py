@@ -51,7 +51,7 @@ class Ledger:
 
 
 def announce_death(store: Store, rank: int, how: str, generation: str = "") -> None:
-    """Report to a launch's watches that a rank died; only the first report counts."""
+    """Report a rank's death to the watches of its launch; only the first report counts."""
     store.compare_set(_DEATH + generation, "", json.dumps([rank, how]))
 
 

@@ -89,7 +89,7 @@ class Board:
 
     @classmethod
     def open(cls, address: str, ranks: int) -> Board:
-        """Open another process's board; raise an OSError unless this user owns the board."""
+        """Open another process's board; raise an OSError if it is not this user's."""
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == cls._size(ranks)

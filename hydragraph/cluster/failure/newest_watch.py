@@ -20,10 +20,10 @@ def newest_watch() -> Watch | None:
 
 
 def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> Watch:
-    """Return this process's watch over a process group; after a failure or a close, create a new watch.
+    """Return this process's watch over a process group, or a new watch after a failure or a close.
 
     Args:
-        group: the process group, or None until the next call passes it.
+        group: the process group, or None if the next call will pass it.
         store: returns the ranks' store; called only for a new watch.
     """
     newest = _Newest

@@ -124,7 +124,7 @@ class IdleTime:
 
 
 class _Guard(threading.Thread):
-    """Thread that ends this process when no rank remains, even during a request to the store."""
+    """Thread that ends this process when no rank remains, even while a request to the store blocks."""
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
         super().__init__(name="hydragraph-guard", daemon=True)

@@ -47,7 +47,7 @@ class WatchedProcess:
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return the state, and the number of context switches of a stopped process (otherwise 0)."""
+        """Return the state and, for a stopped process, the number of context switches (else 0)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
@@ -66,7 +66,7 @@ def _status(pid: int) -> tuple[str, int] | None:
 
 
 def _switches(pid: int) -> int:
-    """Return the main thread's context switches; each stop adds some, even if the process only waits."""
+    """Return the main thread's number of context switches; each stop adds some, even if the process only waits."""
     with suppress(OSError):
         lines = (_PROC / str(pid) / "status").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)

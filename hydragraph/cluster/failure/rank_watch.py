@@ -2,8 +2,9 @@
 
 docs/architecture.md lists the detected failures. After a failure:
 
-1. Waits for the failed rank get a moment to fail with their own errors. Then each process shuts down its communicators'
-   sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not answer.
+1. For a moment, calls that wait for the failed rank may fail with their own errors. Then each process shuts down its
+   communicators' sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not
+   answer.
 2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
    middle of a message). To make this possible, waits run on a separate thread.
 3. Every rank except the failed one raises RankFailure for the agreed fault, in this and every later call.
@@ -326,7 +327,7 @@ class Watch:
             self._cut()
 
     def ended_by(self, error: BaseException) -> None:
-        """Report the error that ends this process, or the rank that caused it."""
+        """Report the error that ends this process, or the rank that caused the error."""
         if type(error) in (RuntimeError, dist.DistBackendError):
             self.explain(error)
         else:

@@ -199,14 +199,14 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
 
 
 class Stops:
-    """Detects a launcher's processes that a signal or debugger has stopped."""
+    """Detects processes of a launcher that a signal or debugger has stopped."""
 
     def __init__(self) -> None:
         self._judge = Judge()
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return None, or a rank that was stopped too long while others ran, with a description."""
+        """Return a rank that was stopped too long while others ran, and a description; else None."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
@@ -296,7 +296,7 @@ def _failure(fault: Fault) -> RankFailure:
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Return a failure's sort key; the root cause has the lowest key.
 
-    The rank that its peers blame comes first, then errors that peers cannot cause, then the earliest error.
+    First comes the rank that the others blame, then errors that no other rank can cause, then the earliest error.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)

@@ -43,7 +43,7 @@ class Seat:
     Attributes:
         node: the machine's index.
         here: number of ranks on this machine; 0 means all ranks.
-        local: number of the seat within its machine; None means `rank`.
+        local: number within the machine; None means `rank`.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """Stop requests by SIGTERM or Ctrl-C, which let a process finish its current work.
 
-- A process alone or under torchrun records the first request, and ends itself after the grace period or at a second
-  Ctrl-C.
+- A process that runs alone or under torchrun records the first request, and ends itself after the grace period or at a
+  second Ctrl-C.
 - A launcher forwards the first request to its ranks as SIGTERM, and kills them after the grace period or at a second
   Ctrl-C.
 - A rank of a launcher only records the first request.

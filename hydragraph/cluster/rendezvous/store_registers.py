@@ -54,7 +54,7 @@ class Registers:
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 
     def peer(self, member: int) -> Peer | None:
-        """Return a member's description, or None if the store has moved without it."""
+        """Return a member's description, or None if the store has moved and lost it."""
         read = self.store.find if isinstance(self.store, Line) else self.store.get
         text = read(f"{_KEY}/peer/{member}")
         return Peer(**json.loads(text)) if text else None

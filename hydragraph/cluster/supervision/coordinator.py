@@ -154,7 +154,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy has connected; `members` are the processes that it runs for an earlier leader."""
+    """A deputy has connected; `members` are processes that it still runs from an earlier leader."""
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended with `error` ("" after success), only on this machine if `here`, or restarts if `again`."""
+    """The run has ended with `error` ("" after success); if `here`, only on this machine; if `again`, it restarts."""
 
     error: str = ""
     again: bool = False
@@ -294,8 +294,6 @@ class Link:
 
 
 class RemoteProcess(AbsentProcess):
-    """A process on another machine."""
-
     def __init__(self, link: Link, number: int) -> None:
         super().__init__()
         self.connection, self._told = multiprocessing.Pipe()
@@ -429,7 +427,7 @@ class Hub:
                     process.ended(Died(time.monotonic(), how))
 
     def start(self, node: int, order: Start) -> RankHandle:
-        """Start a process on a machine that is, or just was, present."""
+        """Start a process on a machine, which may just have been lost."""
         with self._lock:
             post = self._posts[node]
             process = RemoteProcess(post.link, order.number)

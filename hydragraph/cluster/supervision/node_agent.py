@@ -1,4 +1,4 @@
-"""Supervisor of a machine that does not lead, which starts and ends processes on the leader's orders."""
+"""Supervisor on a machine that does not lead; it starts and ends processes on the leader's orders."""
 
 from __future__ import annotations
 
