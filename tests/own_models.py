@@ -94,6 +94,21 @@ def small(layers: int = 1) -> Own:
     return model
 
 
+class Headed(Own):
+    """The same with a head that is fused with its loss."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(layers=0)
+        self.stack, self.out = small().stack, nn.Linear(32, 101, bias=False)
+        if tied:
+            self.out.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Return logits [1, T, 101]."""
+        x = self.stack[0]((self.tokens(input_ids) + self.places(position_ids))[0], cu_seqlens)
+        return self.out(self.norm(x)[None])  # type: ignore[no-any-return]
+
+
 def alone(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits [L, outputs] of one sequence by itself."""
     bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
