@@ -45,6 +45,7 @@ def best(cost: list[list[float]], counts: list[int]) -> float:
 Costs = st.lists(st.lists(st.integers(1, 20).map(float), min_size=2, max_size=2), min_size=1, max_size=5)
 
 
+@settings(max_examples=max(12, settings.default.max_examples // 4))
 @given(Costs, st.sampled_from([[1, 1], [2, 1]]))
 def test_no_way_to_give_sequences_beats_it(cost: list[list[float]], counts: list[int]) -> None:
     found = relaxed(cost, counts)
@@ -80,7 +81,7 @@ def test_of_three_sequences_two_share_one_of_two_pipelines() -> None:
 
 
 @given(uneven(pipelines(most=3)), st.lists(st.integers(1, 2000), min_size=1, max_size=25), st.floats(0, 1))
-@settings(max_examples=max(25, settings.default.max_examples // 16))
+@settings(max_examples=max(12, settings.default.max_examples // 16))
 def test_no_plan_beats_the_bound_of_the_schedule_at_any_prices(
     kinds: tuple[PipelineCost, ...], sizes: list[int], tilt: float
 ) -> None:

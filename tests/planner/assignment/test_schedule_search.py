@@ -30,7 +30,7 @@ def test_the_example_of_the_module() -> None:
 
 
 @given(uneven(pipelines()), SIZES, st.integers(0, 30), st.sampled_from([0, 300, 5000, 100_000]))
-@settings(max_examples=60)
+@settings(max_examples=max(20, settings.default.max_examples // 16))
 def test_what_it_leaves_is_an_assignment_that_ends_when_it_says(
     kinds: tuple[PipelineCost, ...], sizes: list[int], kicks: int, tasks: int
 ) -> None:
@@ -49,7 +49,7 @@ def test_what_it_leaves_is_an_assignment_that_ends_when_it_says(
 
 
 @given(uneven(pipelines()), SIZES, st.integers(0, 3))
-@settings(max_examples=30)
+@settings(max_examples=max(10, settings.default.max_examples // 33))
 def test_more_kicks_and_more_tasks_are_never_worse(
     kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int
 ) -> None:
