@@ -76,7 +76,8 @@ def read_manifest(path: Path) -> CheckpointManifest:
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
     raise ValueError(
-        f"checkpoint {path} has format {version}, but this hydragraph reads {FORMAT}: install a newer version"
+        f"checkpoint {path} has format {version}, but this version of hydragraph reads {FORMAT}: "
+        "install a newer version"
     )
 
 

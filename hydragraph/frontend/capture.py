@@ -198,7 +198,7 @@ class _Pieces:
     def around(self) -> dict[str, Template]:
         return {
             f"{self.model} before its first block": self.embed,
-            f"{self.model} in its blocks' shared inputs": self.aux,
+            f"{self.model} in the inputs that its blocks share": self.aux,
             f"{self.model} after its last block": self.head,
         }
 

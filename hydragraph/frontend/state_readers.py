@@ -224,7 +224,7 @@ def _refuse_outside(function: FunctionType) -> None:
     where = function.__qualname__
     if asked := names & _TRACING:
         what = f"the function asks whether it is traced ({asked.pop()}), so the trace may differ from PyTorch's results"
-        raise Unsupported(what, where=where, remedy="compute the same in both cases")
+        raise Unsupported(what, where=where, remedy="compute the same whether traced or not")
     read = (
         "environment variables" if names & {"environ", "getenv"} else "a clock" if _asks_clocks(function, names) else ""
     )

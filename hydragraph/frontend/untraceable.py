@@ -81,7 +81,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
     learnt = dict(parameters)
     for name, parameter in parameters:
         if shares_elements_with_itself(parameter):
-            raise _in_common(name, "itself: it was expanded, so its elements have the same memory")
+            raise _in_common(name, "itself: it was expanded, so several elements share memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
     # In address order, a tensor overlaps earlier tensors only if it overlaps the one that ends last.
     end, furthest = 0, ""

@@ -229,7 +229,7 @@ class _Prepared:
 
     Attributes:
         marks: addresses and shapes that identify the tensors.
-        next: step counts at which the joined shards can be reused.
+        next: step counts that the next step must have to reuse `runs`.
         runs: joined shards, each with the index of its first parameter.
     """
 

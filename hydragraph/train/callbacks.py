@@ -92,7 +92,7 @@ def load_callback(name: str) -> object:
         if name in _BUILT_IN:
             raise
         called = isinstance(error, TypeError)
-        remedy = "give arguments of __init__ defaults" if called else "correct the name or the module"
+        remedy = "give every argument of __init__ a default" if called else "correct the name or the module"
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"callbacks: {name!r} cannot be loaded ({why}): {remedy}") from error
     finally:

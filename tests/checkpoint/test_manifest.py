@@ -51,7 +51,7 @@ def test_an_incomplete_checkpoint_is_refused(made: Path, groups: Groups) -> None
     with pytest.raises(ValueError, match=r"complete.json is damaged"):
         save_and_load.load(made, home, optimizer, groups)
     (made / "complete.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match=r"has format 99, but this hydragraph reads 1"):
+    with pytest.raises(ValueError, match=r"has format 99, but this version of hydragraph reads 1"):
         save_and_load.load(made, home, optimizer, groups)
 
 

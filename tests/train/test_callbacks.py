@@ -129,7 +129,7 @@ def test_the_command_line_shows_the_traceback_of_one_that_raises(tmp_path: Path)
         (":x", "write module:name"),
         ("no_such_module:x", r"'no_such_module:x' cannot be loaded \(ModuleNotFoundError: No module named"),
         (f"{__name__}:Missing", "cannot be loaded .*has no attribute 'Missing'"),
-        (f"{__name__}:Needy", r"cannot be loaded \(TypeError: .*\): give arguments of __init__ defaults"),
+        (f"{__name__}:Needy", r"cannot be loaded \(TypeError: .*\): give every argument of __init__ a default"),
         ("wandb", "^wandb is not installed: pip install wandb$"),
         (f"{__name__}:Broken", r"cannot be loaded \(KeyError: 'home'\)"),
         (f"{__name__}:Nothing", "has none of the methods on_start, on_step, .*: define one of them"),

@@ -163,7 +163,9 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
         )
     learned = [*variant.gradients, *variant.added]
     if not set(learned) <= spec.learning or len(set(learned)) != len(learned):
-        raise Malformed(f"{where}: the backward computes a gradient of an untrained value, or two of one parameter")
+        raise Malformed(
+            f"{where}: the backward computes an untrained value's gradient, or one parameter's gradient twice"
+        )
     if "hidden" in variant.added:
         raise Malformed(f"{where}: the gradient of the hidden state is accumulated")
     if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):

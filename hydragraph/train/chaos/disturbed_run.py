@@ -306,5 +306,5 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
             f"{wall_time.tokens_per_s:,.0f} tokens/s, {wall_time.goodput or 0.0:.0%} of {wall_time.rate:,.0f}",
         )
     yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
-    yield "largest relative difference of a loss", f"{disturbed.difference(undisturbed):.1e}"
+    yield "largest relative difference between losses", f"{disturbed.difference(undisturbed):.1e}"
     yield "processes left behind", str(len(disturbed.left))

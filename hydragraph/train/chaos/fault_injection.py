@@ -181,7 +181,7 @@ def _stop(run: Victim, target: int, chance: random.Random) -> None:
     """Stop a rank permanently; the other ranks must end it within 30 s."""
     send(target, signal.SIGSTOP)
     if not ended(target, GIVEN_UP_S):
-        run.problems.append(f"the other ranks did not give up on a stopped rank within {GIVEN_UP_S:g} s")
+        run.problems.append(f"the other ranks did not end a stopped rank within {GIVEN_UP_S:g} s")
         send(target, signal.SIGCONT)
 
 

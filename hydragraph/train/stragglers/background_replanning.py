@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this time, a search returns its best plan so far
 ATTEMPTS = 2  # attempts per question, because the system may kill the process
-_NONE_FITS = "no strategy fits the remaining ranks"
+_NONE_FITS = "no strategy can run on the remaining ranks"
 
 
 @dataclass(frozen=True)

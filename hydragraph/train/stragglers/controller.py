@@ -296,7 +296,7 @@ class Controller:
         measured = self._measured
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(
-            f"; others waited for rank {rank}, so plans assume that it takes {x:.3g} times as long as its peers"
+            f"; other ranks waited for rank {rank}, so plans assume that it takes {x:.3g} times as long as its peers"
             for rank, x in late.items()
         )
 
@@ -308,7 +308,7 @@ def _text(strategies: Sequence[Strategy]) -> str:
 def _event_of(change: Change, step: int) -> RunEvent:
     who = f"rank {change.rank}"
     if change.recovered:
-        why = f"{who} is as fast as its peers again (it took {change.before:.3g} times as long)"
+        why = f"{who} is as fast as its peers again (before, it took {change.before:.3g} times as long)"
         return RunEvent(step, "recovered", (change.rank,), 0.0, why, {change.rank: 1.0})
     since = "" if change.before == 1 else f" (before: {change.before:.3g})"
     why = f"{who} takes {change.rate:.3g} times as long as its peers{since}"

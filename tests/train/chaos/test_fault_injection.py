@@ -74,7 +74,7 @@ def test_a_rank_that_is_stopped_and_not_given_up_is_a_problem(victim: Victim, mo
     assert not victim.problems
     monkeypatch.setattr(fault_injection, "GIVEN_UP_S", 0.1)
     ACTIONS["stop"](victim, two, CHANCE)
-    assert victim.problems == ["the other ranks did not give up on a stopped rank within 0.1 s"]
+    assert victim.problems == ["the other ranks did not end a stopped rank within 0.1 s"]
     assert lives(two)
     assert not ended(two, 0.0)
 
