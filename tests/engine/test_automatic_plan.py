@@ -123,9 +123,9 @@ def on_ranks(prepared: Ready, cache: Path) -> tuple[Trained, ...]:
 
 def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
     alike = (1000.0, 950.0)
-    first = trained(prepared, alike, measured, lengths=LENGTHS)
-    hurried = partial(planning.plan, deadline_s=0.0)  # the first one has searched
+    hurried = partial(planning.plan, deadline_s=0.0)
     with mock.patch.object(planning, "plan", hurried):
+        first = trained(prepared, alike, measured, lengths=LENGTHS)
         again = trained(prepared, alike, AssertionError("it was measured before"), lengths=LENGTHS)
         uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
     return first, again, uneven
