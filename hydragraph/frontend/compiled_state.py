@@ -13,7 +13,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from hydragraph.frontend.state_readers import (
     defaults_of,
     globals_of,
     has_state,
+    is_installed,
     library_of,
     mentions,
     parts_of,
@@ -133,7 +134,8 @@ class _Module:
 
     where: str
     module: weakref.ref[nn.Module]
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, list[str]]
+    forward: tuple[type, Any]
     children: list[tuple[str, weakref.ref[nn.Module] | None]]
     tensors: list[_Tensor]
     hooks: int
@@ -146,7 +148,8 @@ class _Module:
         return cls(
             name or type(module).__name__,
             weakref.ref(module),
-            (len(parameters), len(buffers), len(children)),
+            (len(parameters), len(buffers), list(children)),
+            (type(module), type(module).forward),
             [(n, None if child is None else weakref.ref(child)) for n, child in children.items()],
             [_Tensor.of(name, n, t) for table in (parameters, buffers) for n, t in table.items() if t is not None],
             number_of_hooks(module),
@@ -158,6 +161,8 @@ class _Module:
         module = self.module()
         if module is None:
             return
+        if (type(module), type(module).forward) != self.forward:
+            raise _refused(self.where, "its class or the class's forward was replaced after hg.compile")
         if number_of_hooks(module) != self.hooks:
             for kind, hook in hooks_of(module):
                 name = getattr(hook, "__qualname__", type(hook).__name__)
@@ -182,8 +187,8 @@ class _Module:
         if module is None:
             return
         parameters, buffers, children = tables_of(module)
-        if self.counts != (len(parameters), len(buffers), len(children)):
-            raise _refused(self.where, "a parameter, buffer or module was added or removed after hg.compile")
+        if self.counts != (len(parameters), len(buffers), list(children)):
+            raise _refused(self.where, "a parameter, buffer or module was added, removed or moved after hg.compile")
         for name, child in self.children:
             if children.get(name, _MISSING) is not (None if child is None else child()):
                 raise _refused(self.where, f"the module {name!r} was replaced after hg.compile")
@@ -280,7 +285,8 @@ class CompiledState:
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
-        library = base_library_of(type(owner))
+        whole = isinstance(owner, nn.Module) or not is_installed(type(owner)) or type(owner).__name__.endswith("Config")
+        library = base_library_of(type(owner)) if whole else None
         values = {}
         for name, value in attributes_of(owner).items():
             note = name in _NOTES or (library == "transformers" and name.startswith("_") and name != "_loss_function")
@@ -294,7 +300,7 @@ class CompiledState:
     ) -> None:
         owner_attributes = None if owner is None else frozenset(attributes_of(owner))
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
-        others = {n: _frozen(v) for n, v in values.items() if n not in plain and not isinstance(v, nn.Module)}
+        others = {n: _frozen(v) for n, v in values.items() if n not in plain}
         if plain or others or owner_attributes is not None:
             self._names.append(_Names(where, now, plain, others, owner_attributes, type(owner)))
         for name, value in values.items():
@@ -315,8 +321,12 @@ class CompiledState:
         owner = value.__self__ if isinstance(value, types.MethodType) else value
         if isinstance(owner, nn.Module):
             for name, module in owner.named_modules():
-                self._add_attributes(f"{where}.{name}".rstrip("."), module, readers)
-        elif has_state(owner):
+                place = f"{where}.{name}".rstrip(".")
+                if id(module) not in self._seen:
+                    made = _Module.of(place, module, mentions(type(module), "training"), drops=False)
+                    self._modules.append(replace(made, tensors=[t for t in made.tensors if not t.learns]))
+                self._add_attributes(place, module, readers)
+        elif has_state(owner) or (isinstance(owner, Tensor) and not isinstance(owner, nn.Parameter)):
             self._add_attributes(where, owner, readers)
 
     def _add_code(self, readers: Readers) -> None:
@@ -333,7 +343,7 @@ class CompiledState:
             values = {n: v for n, v in vars(function).items() if readers.reads(n)}
             self._add(f"attributes of {name}", functools.partial(_attributes, reference), values, readers)
             defaults = functools.partial(_defaults, reference)
-            self._add(f"defaults of {name}", defaults, defaults_of(function), readers)
+            self._add(f"defaults of {name}", defaults, defaults() or {}, readers)
             variables = functools.partial(_variables, reference)
             self._add(f"variables of {name}", variables, variables() or {}, readers)
             globals_read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType)}
@@ -401,7 +411,7 @@ def _arguments(reference: weakref.ref[functools.partial[Any]]) -> Mapping[str, A
 
 def _defaults(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] | None:
     function = reference()
-    return None if function is None else defaults_of(function)
+    return None if function is None else {**defaults_of(function), "__code__": function.__code__}
 
 
 def _variables(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] | None:

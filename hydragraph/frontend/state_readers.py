@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import collections
 import dis
@@ -13,7 +12,7 @@ import sys
 import sysconfig
 import textwrap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MappingView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from types import (
     BuiltinMethodType,
     CellType,
@@ -22,7 +21,6 @@ from types import (
     MemberDescriptorType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any
 
@@ -35,16 +33,31 @@ _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _RATES = ("drop", "jitter", "noise")
-SEQUENCES = (list, tuple, set, frozenset, collections.deque, collections.UserList, MappingView, weakref.WeakSet)
+SEQUENCES = (
+    *(list, tuple, set, frozenset, collections.deque, collections.UserList),
+    *(weakref.WeakSet, KeysView, ValuesView, ItemsView),
+)
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
-# Classes of values that other code changes, by the beginning of their qualified names.
-_LIVE = ("torch.optim.", "multiprocessing.", "ctypes.", "_thread._local", "_contextvars.ContextVar", "os._Environ")
+# Prefixes of classes whose objects other code changes.
+_LIVE = (
+    "torch.optim.",
+    "torch._C.Generator",
+    "threading.Event",
+    "queue.",
+    "multiprocessing.",
+    "ctypes.",
+    "_thread._local",
+    "_contextvars.ContextVar",
+    "os._Environ",
+)
 _CLOCKS = {
     f"{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")
 } | {
     *("now", "utcnow", "today"),
 }
 _TRACING = frozenset({"is_compiling", "is_exporting", "is_tracing", "is_dynamo_compiling", "is_meta"})
+_SETTINGS = frozenset({"initial_seed", "get_rng_state", "get_num_threads", "are_deterministic_algorithms_enabled"})
+_FILES = frozenset({"read_text", "read_bytes"})
 _AS_A_FIELD = "pass its values as a batch field (example=), or read them once before hg.compile"
 _NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__"}) | {
     *(
@@ -198,7 +211,6 @@ def referent(value: Any) -> Any:
 
 
 def _wrapped(values: Iterable[Any]) -> list[Any]:
-    """Return the functions that a wrapper of a library may call."""
     inside = [part for value in values for part in (value.values() if type(value) is dict else [value])]
     return [part for part in inside if isinstance(part, FunctionType | MethodType | functools.partial)]
 
@@ -214,7 +226,8 @@ def parts_of(value: Any) -> Mapping[Any, Any]:
 
 def _refuse_live(value: Any, where: str) -> None:
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
-    if any(name.startswith(_LIVE) for name in names) or (isinstance(value, Iterator) and not has_state(value)):
+    own = has_state(value) and not is_installed(type(value))
+    if any(name.startswith(_LIVE) for name in names) or (isinstance(value, Iterator) and not own):
         what = f"the model or loss reads a {names[0]}, whose changes a compiled graph would ignore"
         raise Unsupported(what, where=where, remedy=_AS_A_FIELD)
 
@@ -250,9 +263,7 @@ def has_state(value: Any) -> bool:
     if isinstance(value, apart) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
         return False
     kind = type(value)
-    if library_of(kind) is not None:
-        return library_of(kind) == "transformers" and kind.__name__.endswith("Config")
-    return isinstance(value, argparse.Namespace | SimpleNamespace) or not is_installed(kind)
+    return library_of(kind) in (None, "transformers")
 
 
 def attributes_of(owner: Any) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import multiprocessing
 import operator
 import os
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerState
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
@@ -127,8 +128,13 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "data": (lambda m: freed(m[0].norm.bias), "0.norm.bias: the tensor was replaced or edited"),
     "a buffer": (lambda m: edited(m[0].shift), "0.shift: the tensor was replaced or edited"),
     "another parameter": (lambda m: setattr(m[0].linear, "bias", nn.Parameter(torch.zeros(4))), "0.linear.bias"),
-    "a parameter more": (lambda m: m[0].register_parameter("w", nn.Parameter(torch.zeros(1))), "was added or removed"),
+    "a parameter more": (
+        lambda m: m[0].register_parameter("w", nn.Parameter(torch.zeros(1))),
+        "was added, removed or moved",
+    ),
     "no bias": (lambda m: setattr(m[0].linear, "bias", None), "0.linear.bias: the tensor was removed"),
+    "another class": (lambda m: setattr(m[0], "__class__", Switching), "0: its class or the class's forward"),
+    "another order": (lambda m: m._modules.update({"0": m._modules.pop("0")}), "added, removed or moved"),
     "another module": (lambda m: setattr(m[0], "norm", nn.LayerNorm(4)), "the module 'norm' was replaced"),
     "a hook": (lambda m: m[1].register_forward_hook(print), r"1: a forward hook \(print\) was registered"),
     "a backward hook": (lambda m: m[0].norm.register_full_backward_hook(print), "0.norm: a backward hook"),
@@ -164,7 +170,7 @@ def test_globals_classes_and_global_hooks_are_compared(monkeypatch: pytest.Monke
             state.check()
     with monkeypatch.context() as patch:
         patch.setattr(Part, "forward", nn.Identity.forward)
-        with pytest.raises(Unsupported, match=r"class Part: 'forward'"):
+        with pytest.raises(Unsupported, match="class's forward was replaced"):
             state.check()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
@@ -581,9 +587,43 @@ def test_a_container_may_hold_itself() -> None:
         state.check()
 
 
+class Noted:
+    def __init__(self) -> None:
+        self.act: nn.Module = nn.Sequential(nn.Dropout(0.5)).eval()
+        self.state, self.scale = TrainerState(), torch.ones(())
+        self.scale.factor = 1.0  # type: ignore[attr-defined]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.act(x).sum() * self.state.global_step * self.scale.factor  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda n: setattr(n, "act", nn.Identity()), "'act'"),
+        (lambda n: n.act.train(), "loss.act.0: the output of Dropout depends"),
+        (lambda n: n.act.register_forward_hook(print), "loss.act: a forward hook"),
+        (lambda n: n.act.append(nn.Tanh()), "loss.act: .* was added"),
+        (lambda n: setattr(n.state, "global_step", 3), "loss.state: 'global_step'"),
+        (lambda n: setattr(n.state, "max_steps", 3), ""),
+        (lambda n: setattr(n.scale, "factor", 3.0), "loss.scale: 'factor'"),
+        (lambda n: setattr(Noted.__call__, "__code__", (lambda self, x: x.sum()).__code__), "'__code__'"),
+    ],
+)
+def test_modules_library_objects_and_notes_on_tensors_are_compared(change: Any, said: str) -> None:
+    noted, code = Noted(), Noted.__call__.__code__
+    state = CompiledState(model(), noted, {})
+    state.check()
+    change(noted)
+    with pytest.raises(Unsupported, match=said) if said else contextlib.nullcontext():
+        state.check()
+    Noted.__call__.__code__ = code
+
+
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
 SCHEDULE = torch.optim.lr_scheduler.LambdaLR(SGD, float)
 GET_LR, SHARED = SCHEDULE.get_last_lr, multiprocessing.Value("d", 1.0)
+EVENT, GENERATOR = threading.Event(), torch.Generator()
 VARIABLE = contextvars.ContextVar("variable", default=1.0)
 
 
@@ -596,6 +636,12 @@ VARIABLE = contextvars.ContextVar("variable", default=1.0)
         (lambda x: x.sum() * VARIABLE.get(), "_contextvars.ContextVar"),
         (lambda x: x.sum() * SHARED.value, "multiprocessing.sharedctypes"),
         (lambda x: x.sum() * float(os.environ["BETA"]), r"<lambda>: .* environment variables"),
+        (lambda x: x.sum() * EVENT.is_set(), "threading.Event"),
+        (lambda x: x.sum() * torch.rand(1, generator=GENERATOR), "torch._C.Generator"),
+        (lambda x: x.sum() * torch.initial_seed(), "settings of PyTorch"),
+        (lambda x: x.sum() * float(Path("beta").read_text()), "a file"),
+        (lambda x: x.sum() * len(open("beta").read()), "a file"),  # noqa: SIM115
+        (lambda x: x.sum() * globals()["SCALE"], r"variables by globals\(\)"),
         (lambda x, given=os.environ: x.sum() * float(given["BETA"]), "os._Environ"),
     ],
 )

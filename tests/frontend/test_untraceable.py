@@ -313,7 +313,7 @@ def test_batch_norm_in_training_is_refused() -> None:
 def test_autocast_around_capture_is_refused() -> None:
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(Unsupported, match="under torch\\.autocast"),
+        pytest.raises(Unsupported, match="inside torch\\.autocast"),
     ):
         capture(own(), blocks="stack")
 
