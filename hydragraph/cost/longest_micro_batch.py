@@ -36,7 +36,6 @@ class LongestMicroBatch:
         self._peaks: dict[object, Peak] = {} if other is None else other._peaks
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """See `Costs.max_len`."""
         limits = [self._alone(pipeline, beside, strategy)]
         for stage in pipeline.stages:
             sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
@@ -46,7 +45,6 @@ class LongestMicroBatch:
         return min(limits)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """See `Costs.beside`."""
         bytes_by_rank = [0.0] * self._costs.ranks
         for pipeline, most in zip(strategy.pipelines, tokens, strict=True):
             for at, stage in enumerate(pipeline.stages):

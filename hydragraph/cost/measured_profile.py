@@ -99,7 +99,7 @@ class Profile:
         sizes: model sizes; None: derived from the pieces (`model_sizes`).
         update: (seconds, seconds per element of the home shard) of an optimizer step.
         commit_s: seconds of the commit before the optimizer step.
-        norm_s: seconds of the gradient norm per element of the home shard.
+        norm_s: seconds per element of the home shard to compute the gradient norm.
         efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
         roofline: whether `efficiency` applies only to large products.
         others: profiles of other device types.

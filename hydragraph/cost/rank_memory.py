@@ -132,7 +132,7 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return the number of micro-batches after which a stage's peak grows only by token ids; None: no such number.
+    """Return the number of micro-batches beyond which more add only token ids to a stage's peak; None: no such number.
 
     The first stage stores the micro-batches in flight and one returning gradient. A later stage stores the
     micro-batches in flight, the next hidden state and two gradients in transit.
@@ -176,7 +176,7 @@ class Walk:
 
     Args:
         messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
-        traffic: layouts of all buckets, which walks of several ranks can share; default: equal shares.
+        traffic: layouts of all buckets, reusable for other ranks; default: ranks own equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
         over: instruction index -> names (`exchange_name`) of pulls and pushes that have ended before it although it
             does not wait for them; None: none.

@@ -21,9 +21,6 @@ def slowed(cluster: Cluster, text: str) -> tuple[Cluster, dict[int, float]]:
     Args:
         text: "device 3 x2.57" or "type l4 x2" slows down ranks; "between_nodes x0.5" or "within_node x2" multiplies
             bandwidth.
-
-    Raises:
-        ValueError: the text has another form, or names a missing rank or type.
     """
     change = _FORM.fullmatch(text.strip())
     try:

@@ -331,7 +331,12 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
         reads = (gradients(instruction.target),) if op is Op.PUSH and mine else ()
         writes = (weights(instruction.target),) if op is Op.PULL and mine else ()
         if (instruction.reads, instruction.writes) != (reads, writes):
-            raise _fail(program, index, f"this rank {'needs' if mine else 'does not need'} {instruction.target}")
+            raise _fail(
+                program,
+                index,
+                f"this rank {'needs' if mine else 'does not need'} {instruction.target}: "
+                f"{'name' if mine else 'omit'} its values",
+            )
     for exchange in sorted(missing):
         raise VerificationError(f"the {op.value} of {exchange} is missing; every rank must take part", program.rank)
 

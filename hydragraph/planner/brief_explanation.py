@@ -105,7 +105,7 @@ def _why_no_tensor_parallelism(costs: Costs) -> str:
     if max(counts) == 1:
         return "no node has two equal devices"
     if math.gcd(*counts) == 1:
-        return f"no degree divides the nodes' {' and '.join(map(str, sorted({*counts})))} equal devices"
+        return f"only degree 1 divides the nodes' device counts ({', '.join(map(str, sorted({*counts})))})"
     return "no measured degree suits the nodes"
 
 

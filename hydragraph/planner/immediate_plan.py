@@ -1,4 +1,4 @@
-"""Search for a good plan within a fraction of a second, because a run is waiting.
+"""Search for a good plan within a fraction of a second, while a run waits.
 
 The result is the fastest of these candidates that fits in memory:
 

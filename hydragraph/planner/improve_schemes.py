@@ -69,7 +69,7 @@ def climbed(
 ) -> Strategy:
     """Improve a strategy on a group of mini-batches; the result fits sequences of `reach` tokens.
 
-    The additional cost of unequal pipelines is ignored, because several exchanges together may outweigh it.
+    The additional cost of unequal pipelines is ignored, because later exchanges may save more than that.
     """
 
     def price(strategy: Strategy) -> float:

@@ -8,8 +8,7 @@ program.
 The bound is at least the longest sequence's time alone: forward and input-gradient backward (zb-h1) through all blocks,
 each on its fastest group.
 
-With one type of device and one kind of block, the bound is Malleus's T_opt: N / ((N - n) + sum 1 / x) times the time
-without stragglers, for n stragglers of rates x among N devices.
+With one type of device and one kind of block, the bound is Malleus's T_opt.
 """
 
 from __future__ import annotations

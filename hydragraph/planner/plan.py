@@ -101,7 +101,7 @@ class Plan:
         moved_bytes: bytes of state that change owner relative to the running plan.
         simulated: whether `seconds` was simulated; if not, traffic is estimated.
         text: result of `explain` without rivals and idle devices.
-        spare: running ranks that the plan does not use.
+        spare: unused ranks that are not lost.
     """
 
     strategy: Strategy
@@ -176,8 +176,8 @@ def plan(
         method: "mixed" is for several types of devices (AutoHet), "straggler" for slow devices (Malleus). "search"
             finds the least cost in Metis's search space; "metis" runs Metis's memory-aware search. "auto" runs all
             methods except "metis", but "search" only for up to 64 ranks and without a deadline.
-        running: current plan, strategy or strategy text. If given, the plan that moves the fewest bytes wins among
-            nearly equal plans.
+        running: current plan, strategy or strategy text. If given, the one that moves the fewest bytes is chosen
+            from nearly equal plans.
         deadline_s: seconds after which the best plan so far is returned. With None, the search completes and is
             deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; only for method "mixed" and few devices.

@@ -60,7 +60,7 @@ class SearchCandidate:
 
     @property
     def shape(self) -> object:
-        """Key that is equal for similar candidates."""
+        """Key: numbers of stages, types and degrees of groups, and `together`."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -122,7 +122,7 @@ class Shortage:
 
 
 def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
-    """Return the strategy with each pipeline on few nodes and, if different, a variant with pipelines across nodes."""
+    """Return the strategy whose pipelines span few nodes and, if different, a variant whose pipelines span many."""
     laid = candidate.laid()
     within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
     return within, None if across == within else across
@@ -389,7 +389,7 @@ class _DecisiveBatches:
 
 @lru_cache(64)
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> Sequence[float]:
-    """Return each rank's peak bytes without state and messages."""
+    """Return each rank's peak bytes, excluding state and messages."""
     return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Check these arguments of a function."""
+    """Return a decorator that checks the named arguments' types."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)

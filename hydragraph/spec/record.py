@@ -167,7 +167,7 @@ def _example(cls: type[Any]) -> str:
 
 
 def section_record(cls: type[Any], name: str, value: object) -> Any:
-    """Return a field's value as `to_record` does; the value may be text."""
+    """Convert a field's value, which may be text, as `to_record` does."""
     return to_record(_from_value(get_type_hints(cls)[name], value, name, {}))
 
 

@@ -35,7 +35,7 @@ def test_a_plan_for_devices_that_differ_says_why_the_usual_ones_lose() -> None:
     ("devices", "tensor_parallelism"),
     [
         ((1, 1), "no node has two equal devices"),
-        ((2, 1), "no degree divides the nodes' 1 and 2 equal devices"),
+        ((2, 1), "only degree 1 divides the nodes' device counts (1, 2)"),
     ],
 )
 def test_a_plan_names_uneven_shares_and_beats_equal_ones(devices: tuple[int, int], tensor_parallelism: str) -> None:

@@ -129,11 +129,11 @@ def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
 
-    To use the table for fewer micro-batches, skip the other micro-batches' actions.
+    To use the table for m micro-batches, skip the actions of micro-batches m, m + 1, ....
 
     Attributes:
         work: index in `WORKS` of each action's kind; -1 after a row's last action.
-        skip: index of the row's next action with a smaller micro-batch number.
+        skip: index of the row's next action whose micro-batch number is smaller.
         stage: stage of each action; with interleaved stages, the table's last rows are empty.
     """
 
@@ -279,7 +279,7 @@ class Schedule:
         """Return when each action begins; a deadlocked row ends before the action that never begins.
 
         Args:
-            lengths: length of each row's actions; default: 1.
+            lengths: durations of each row's actions; default: 1.
         """
         ends: dict[_End, int] = {}
         free = [0] * len(self.actions)

@@ -8,7 +8,7 @@ The rounds assume that all PP stages are as slow as the slowest, and that fillin
 times as long as the pipeline's largest micro-batch. `schedule_search` improves the best result by simulating
 the actual schedule.
 
-Where Hydraulis's equations are implemented:
+Hydraulis's equations -> functions:
 
     section 6, dispatch, then pack                                       `enveloped`
     Appendix D.1, minimize sum_j cost_j + (PP - 1) max_j cost_j          `formed`
@@ -76,9 +76,6 @@ def assign(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-
-    Raises:
-        Unsupported: a sequence fits no pipeline (MaxLen), or a scheme is not in the profile.
     """
     return assign_pipelines(profile.pipelines(schemes), lengths, effort=effort, seed=seed)
 

@@ -57,11 +57,7 @@ class Choice:
 def choose(
     candidates: Sequence[Sequence[Scheme]], profile: Schemes, lengths: Sequence[int], *, seed: int = 0
 ) -> tuple[int, PlannedAssignment]:
-    """Return the index and assignment of the candidate that finishes first.
-
-    Raises:
-        Unsupported: the longest sequence fits no candidate.
-    """
+    """Return the index and assignment of the candidate that finishes first."""
     choice = compare(candidates, profile, lengths, seed=seed)
     return choice.index, choice.assignment
 
@@ -96,7 +92,6 @@ def compare_pipelines(
 
     Raises:
         Unsupported: the longest sequence fits no candidate.
-        ValueError: the list of candidates is empty.
     """
     if not candidates:
         raise ValueError("no candidates: give at least one strategy")

@@ -13,7 +13,7 @@
 
 A pipeline's end time depends only on its work, its tokens and its longest sequence.
 
-Where Hydraulis's equations are implemented:
+Hydraulis's equations -> functions:
 
     Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
     Eq. 1, for V equal micro-batches                   `finish` in mode FORMED, for the best V
@@ -179,7 +179,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].
-        fullest: among equal pipelines, choose the one with most tokens, not the first to end.
+        fullest: among equal pipelines, choose the one with most tokens.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -289,7 +289,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the earliest time when at least `pipelines` pipelines have ended."""
+    """Return the earliest time at which `pipelines` pipelines have ended."""
     horizon = -np.inf
     within = 0
     while within < pipelines:

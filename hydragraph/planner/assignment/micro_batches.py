@@ -10,7 +10,7 @@
 V micro-batches are like V equal pipelines that accept at most MaxLen tokens, so `local_search` assigns sequences to
 them.
 
-Where Hydraulis's equations are implemented:
+Hydraulis's equations -> functions:
 
     Eq. 1, (PP - 1 + V) max_j cost_j                          `price` with EQ1
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j        `price` with SUM

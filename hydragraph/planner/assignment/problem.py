@@ -67,10 +67,6 @@ def problem_of(
         formed: whether pipelines divide their work into micro-batches; if not, Eq. 2 of Hydraulis gives their end
             times.
         bubble: term of Eq. 2: "longest" is (PP - 1) T(longest assigned sequence), "constant" is (PP - 1) T(MaxLen).
-
-    Raises:
-        Unsupported: a sequence is longer than every pipeline's MaxLen.
-        ValueError: no pipelines are given, or a length is negative or not an integer.
     """
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")

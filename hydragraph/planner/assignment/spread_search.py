@@ -42,7 +42,7 @@ DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Solve the relaxation; raise its bound to at least the slowest sequence's time alone.
+    """Solve the relaxation; raise its bound to at least the time that the slowest sequence takes alone.
 
     Args:
         cost: lower bound on each sequence's seconds [n, K].

@@ -106,7 +106,6 @@ def most_power_by_scip(
 
     Raises:
         Unsupported: the total memory is less than one group needs, or cvxpy or SCIP is not installed.
-        ValueError: no entities are given, or a number is too small.
     """
     cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")
     check_entities(kinds, micro_batches, least_memory)

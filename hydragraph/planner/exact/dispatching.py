@@ -1,6 +1,6 @@
 """Dispatch of sequences to pipelines (Hydraulis, section 6.2).
 
-Where Hydraulis's equations are implemented:
+Hydraulis's equations -> functions:
 
     Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3
     Eq. 3, the last pipeline's end time          `Dispatch.seconds`; minimized by `integer_programs.exact_dispatch`

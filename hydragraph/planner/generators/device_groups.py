@@ -97,7 +97,7 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
-    """Return a split's power, sum 1 / y (Malleus, theorem 2)."""
+    """Return a split's sum of 1 / y."""
     total = 0.0
     first = 0
     for size in split:

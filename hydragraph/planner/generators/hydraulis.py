@@ -13,7 +13,7 @@ where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisec
     S_k(l', l)  seconds of sequences in (l', l] on one pipeline: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
-Where Hydraulis's equations are implemented:
+Hydraulis's equations -> functions:
 
     Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
     the strategy S[n][l] for every l             `proposals`

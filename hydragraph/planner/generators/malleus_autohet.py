@@ -67,9 +67,6 @@ def search(
 
     Args:
         reach: tokens that must fit in every pipeline's memory; default: the tokens of a micro-batch.
-
-    Raises:
-        Unsupported: all devices are lost.
     """
     nodes = nodes_of(costs)
     if not nodes:

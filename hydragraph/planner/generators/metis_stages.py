@@ -1,6 +1,6 @@
 """Metis's search with `Costs`: stages over all devices, with different data-parallel degrees.
 
-Metis's cost model only ranks plans; `Costs` predicts their times. Unlike in Metis, a replica's ranks must be in one
+Metis's cost model ranks the plans; `Costs` predicts their times. Unlike in Metis, a replica's ranks must be in one
 node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
 recomputation.
 
@@ -67,9 +67,6 @@ def staged(
 
     Args:
         until: deadline at which the search returns its results so far, possibly none.
-
-    Raises:
-        Unsupported: no plan was found, or the devices have too many types or rates.
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
@@ -99,8 +96,8 @@ def staged(
                     likely.add(plan.strategy)
     if not laid and not is_late(until):
         raise Unsupported(
-            f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices have enough memory for the model's "
-            f"{costs.outline.layers} layers and {sequences} sequences of {length} tokens",
+            f"{devices.cluster.devices} devices in stages of 1, 2, 4, ... ranks do not have enough memory for the "
+            f"model's {costs.outline.layers} layers and {sequences} sequences of {length} tokens",
             where="plan with Metis's stages",
             remedy='use method="auto", add devices, shorten the sequences, or profile more degrees or recomputation',
         )

@@ -58,7 +58,7 @@ def spread_over(
     Args:
         order: form of each stage [S].
         options: `NUMBERS` of each form and option [F, O, 9].
-        forms: columns of each form [F, 3].
+        forms: (rate, memory, pull and push seconds per byte) of each form [F, 3].
         held: `Prices.held_by_flight` [L + 1, 2, 2].
 
     Returns:
@@ -141,10 +141,10 @@ def exposed(seconds: Floats, passing: Floats) -> float:
 
 @compiled
 def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
-    """Return how much longer a pipeline waits if each layer's pull and push are as slow as in the slowest pipeline.
+    """Return how much longer a pipeline waits if each layer's pull and push take their maximum over all pipelines.
 
     Args:
-        of_layer, slowest: seconds of each layer's pull and push, here and in the slowest pipeline [L].
+        of_layer, slowest: seconds of each layer's pull and push, here and the maximum [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

@@ -62,7 +62,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
 
 
 def cost(plan: StagePlan) -> float:
-    """Return a plan's iteration time in milliseconds; raise errors like `parts`."""
+    """Return a plan's iteration time in milliseconds."""
     total = 0.0
     for part in parts(plan).values():
         total += part

@@ -77,7 +77,6 @@ def search(
 
 
 def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | None = None) -> FoundPlan:
-    """Return the plan of least cost; see `search`."""
     best: Optimum | None = None
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)

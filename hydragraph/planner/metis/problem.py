@@ -61,9 +61,6 @@ class MetisProblem:
 
     Attributes:
         per_rank: whether, unlike in Metis, a stage must fit into each device's memory, and a replica into a node.
-
-    Raises:
-        ValueError: a type was not measured, or a number is out of range.
     """
 
     profile: MetisProfile
