@@ -115,7 +115,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """Message format that a template expects: contents are lists (`parts`), tool arguments are JSON text (`texts`)."""
+    """Message format that a template expects; `parts`: contents are lists; `texts`: tool arguments are JSON text."""
 
     parts: bool = False
     texts: bool = False

@@ -11,7 +11,7 @@ from hydragraph.ir.program import Block
 def buckets_of(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Return a bucket for each tied parameter, and two for each block's other parameters: the trained and the frozen.
+    """Return a bucket per tied parameter; per block, one for its other trained and one for its other frozen parameters.
 
     Args:
         learns: names of the trained parameters.

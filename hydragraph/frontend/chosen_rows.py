@@ -176,7 +176,6 @@ class _Rewriting:
         raise _Unchanged(f"{node.target} reads positions that a mask selects")
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        """Return the selection that gives `indices`, and a map from the mask's dimensions to the indexed value's."""
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}

@@ -52,7 +52,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
 
 
 def _calls(program: Program) -> dict[tuple[int, int], int | None]:
-    """Map the (block, call) numbers of each dropout to its token dimension, or to None for attention probabilities."""
+    """Map the (block, call) numbers of each dropout to its token dimension, or to None if it is inside attention."""
     calls: dict[tuple[int, int], int | None] = {}
     for block in program.blocks:
         for node in program.templates[block.template].graph.graph.nodes:

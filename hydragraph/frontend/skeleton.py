@@ -48,7 +48,7 @@ class BlockCall:
     feeds: tuple[int, ...] | None = None  # if one node stands for all blocks, indices of this block's inputs in it
 
     def called(self) -> str:
-        """Return a digest of the arguments, with only the shapes and dtypes of tensors."""
+        """Return a digest of the arguments; tensors count only by shape and dtype."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 

@@ -82,7 +82,7 @@ def library_of(kind: type) -> str | None:
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first class in the MRO that comes from a library, except nn.Module."""
+    """Return the library of the first library class in the MRO, skipping nn.Module; None if there is none."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -99,7 +99,7 @@ class Readers:
 
     Attributes:
         names: every name and string constant in these functions.
-        modules: for each Python module, the names that these functions may read.
+        modules: for each Python module, its names that these functions may read.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:

@@ -272,7 +272,7 @@ def _is_choice(value: Any) -> bool:
 
 
 def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -> Rows | None:
-    """Return the rows of a reshaped value, or None if the reshape splits tokens.
+    """Return a reshaped value's `Rows`, or None if the reshape splits tokens.
 
     Args:
         dim: token dimension of the result.

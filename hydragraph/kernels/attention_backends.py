@@ -310,7 +310,6 @@ def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
 
 
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
-    """Return bounds and maximum lengths of queries and keys, and the dropout probability 0."""
     bounds = call.starts.to(torch.int32)
     most = int(call.longest) or int(call.starts.diff().max())  # reading `max` waits for the device
     return bounds, bounds, most, most, 0.0

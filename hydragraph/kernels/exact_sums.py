@@ -86,7 +86,8 @@ def scale_of(largest: float) -> float:
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
     """Return the sum of (scale x)^2 over all elements as parts [3], float64; part i is a multiple of SQUARE_GRIDS[i].
 
-    If all scaled elements are below 1, the results of several calls add up exactly to the result of one call.
+    If all scaled elements are below 1, the results of several calls add up exactly to that of one call with all
+    vectors.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

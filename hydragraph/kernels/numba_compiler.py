@@ -175,7 +175,6 @@ def _digest(file: str) -> str:
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
-    """Return a digest of a function's file and of the values that numba copies from other modules."""
     values = dict(function.__globals__)
     for name, module in function.__globals__.items():
         if isinstance(module, ModuleType) and module.__name__.startswith("hydragraph."):

@@ -343,8 +343,8 @@ class CheckpointConfig:
 
     Attributes:
         asynchronous: copy the state to CPU memory, and write it to disk while training continues.
-        pieces: additional places near the ranks, for a quick recovery after a rank is lost; null: save only to the run
-            folder.
+        pieces: places near the ranks that also store the state, for a quick recovery after a rank is lost; null: save
+            only to the run folder.
         every: number of steps between saves of the pieces.
     """
 
@@ -458,9 +458,9 @@ class TrainConfig:
             path of a YAML file, or as YAML. Steps alternate between the strategies; with `plan.choose`, each step uses
             the best one. "auto" measures the devices, or reads `plan.profile` or `plan.cluster`, and plans strategies
             for the devices and the data.
-        home: how ranks share the weights and the optimizer's state: "auto" (chosen for the fastest exchange), "stages"
-            (the ranks that compute a block own its state), "equal" (equal shares), a text such as "3,3,1,0 copies=2",
-            or {shares: [3, 3, 1, 0], copies: 2}.
+        home: how the weights and the optimizer state are divided among ranks: "auto" (chosen for the fastest exchange),
+            "stages" (the ranks that compute a block own its state), "equal" (equal shares), a text such as "3,3,1,0
+            copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
         steps: number of mini-batches to train on; 0: train for `epochs`.
         epochs: number of passes over the data, instead of `steps`; 0: train for `steps`.
         ranks: number of processes on all machines, unless a launcher such as torchrun starts each of them. None:
@@ -494,7 +494,7 @@ class TrainConfig:
         progress_s: if ranks wait and no rank makes progress for this many seconds, all ranks fail with a report.
         deterministic: compute bit-identical results for any number of ranks, any pipelines and any home, even if ranks
             are lost; this is slower.
-        push_dtype: dtype in which gradients are sent to the ranks that own them, float32 or bfloat16; owners add them
+        push_dtype: dtype in which gradients are sent to the owners of the state, float32 or bfloat16; owners add them
             in fp32.
         output: the run folder.
     """

@@ -58,7 +58,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Smooth a curve by weighted means over neighbors, with weights `weight`^distance."""
+    """Replace each value by a weighted mean over its neighbors; at distance d, the weight is `weight`^d."""
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))

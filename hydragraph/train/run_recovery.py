@@ -187,7 +187,7 @@ def _unsaved(run: Run, state: TrainState) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    """Write the process of each rank to `ranks.json`; must be called on all ranks."""
+    """Write each rank's process id, host and device to `ranks.json`; must be called on all ranks."""
     world = run.world
     place = {"rank": world.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": str(world.device)}
     places = world.gather(place)

@@ -75,7 +75,7 @@ def set_hyperparameters(executor: Executable, settings: Sequence[Mapping[str, An
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add to file errors how the run can be continued."""
+    """Append to an OSError's message how the run can be continued."""
     try:
         yield
     except (ConnectionError, TimeoutError):

@@ -18,7 +18,7 @@ _FEWEST = 256  # tokens per step
 
 @dataclass(frozen=True)
 class InspectedPaths:
-    """Model and data that were found in paths.
+    """Model and data found in the given paths.
 
     Attributes:
         positions: maximum sequence length of the model; 0: unknown.

@@ -50,7 +50,7 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return a view of shared noise whose standard deviation is about that of a new matrix."""
+        """Return a view of shared noise with about the standard deviation of a new matrix."""
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         end = start + value.numel()

@@ -46,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant. The blocks and the kind of stage, such as tp2s, are only for human readers."""
+    """File of a variant. `blocks` and `kind`, the kind of stage, such as tp2s, only inform human readers."""
 
     file: str
     blocks: tuple[str, ...]
@@ -64,7 +64,7 @@ class Check:
     """Results of the numeric check.
 
     Attributes:
-        model: one-line result of the comparison with the model, or "".
+        model: one-line result of the comparison with the model; "": not compared.
         stages: description of each passed `StageCheck` comparison, by key.
     """
 
@@ -73,7 +73,7 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Return whether a check in `mode` can be skipped; "full" never trusts the folder."""
+        """Return whether a check in `mode` can be skipped; a "full" check never is."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
@@ -187,7 +187,7 @@ def versions(arch: str | None = None) -> dict[str, str]:
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package, or this machine's GPU architecture for `GPU`; "" if there is none."""
+    """Return a package's version or, if the name is `GPU`, this machine's GPU architecture; "" if there is none."""
     if name == GPU:
         return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":

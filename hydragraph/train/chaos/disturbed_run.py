@@ -203,7 +203,7 @@ def run(
 
 @dataclass
 class Patience:
-    """Detects a run that hangs; the first step may take longer."""
+    """Detects a run that hangs; allows more time for the first step."""
 
     moved: float
     step: int = 0

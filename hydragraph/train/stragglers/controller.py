@@ -144,7 +144,7 @@ class Controller:
         return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
-        """Request a plan based on measured block times; return False if the run never replans."""
+        """Correct the costs by measured block times, and request a plan; return False if the run never replans."""
         if self._replanning is None or self.monitor is None:
             return False
         costs = self._replanning.costs.changed(corrections=self.monitor.corrections)

@@ -6,7 +6,7 @@ a core (`runtime.thread_times`):
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        slowdown of the device (stopped, throttled)     contention for its core
 
-A rank's rate is the product of both factors. They are estimated separately, because the second is noisy.
+A rank's rate is the product of both factors. They are estimated separately, because contention is noisy.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ kind of stage, on one type of device). Three unknowns explain their ratio:
   slowdown exceeds both `enter` and CERTAIN times the scatter of healthy ranks. NEEDED and OF are doubled if CERTAIN
   times the scatter exceeds the square of `enter`. A straggler becomes healthy when its slowdown is below `leave` in
   NEEDED of OF iterations.
-- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both equal
-  the standard deviation if errors are normally distributed; the percentile also detects bursts.
+- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both
+  estimate the standard deviation of normally distributed errors; the percentile also detects bursts.
 
 While a rank has less than LITTLE times the work of the busiest rank, its rate can only fall, because unpredicted costs
 dominate.

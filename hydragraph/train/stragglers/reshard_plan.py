@@ -58,7 +58,7 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A home that saves more time than the move to it takes.
+    """A new home, and the time that a move to it saves and takes.
 
     Attributes:
         before_s, after_s: seconds that the slowest owner takes per step, before and after the move.
@@ -81,7 +81,7 @@ def rehoming(
     question: HomeQuestion | None = None,
     given: Home | None = None,
 ) -> Rehoming | None:
-    """Return a home to move to if the move pays off within `steps`, else None.
+    """Return a home to move to; None if the running home fits in memory and no move pays off within `steps`.
 
     Args:
         running: the current home; `nodes` must be set if there are copies.
@@ -214,7 +214,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move, in which a rank receives at most `elements` elements or one bucket.
+    """Yield the home after each stage of a move; per stage, a rank receives at most `elements` elements or one bucket.
 
     If `old` and `new` differ in copies or nodes, the move has a single stage.
     """

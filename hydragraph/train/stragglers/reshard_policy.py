@@ -107,7 +107,7 @@ class Following:
         """Decide after a step whether to move state; return an event if state will move.
 
         Args:
-            strategies: the strategy of this step, then other strategies that may be used.
+            strategies: the strategy of this step, then those that later steps may use.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:

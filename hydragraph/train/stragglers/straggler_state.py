@@ -26,7 +26,7 @@ class Slow:
     Attributes:
         device: slowdown of the device, without contention for the core.
         core: additional slowdown due to other processes on the same core.
-        learned: rates that were learned because other ranks waited for this rank, if any.
+        learned: set if other ranks waited for this rank.
     """
 
     device: float = 1.0
