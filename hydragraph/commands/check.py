@@ -161,8 +161,8 @@ def check_command(options: CheckOptions) -> None:
             print(default_devices_text(ranks, config))
         if config.objective is not None:
             print(
-                "each step begins with a forward pass that scores the answers; the predicted seconds do not include "
-                "this pass: add about a third"
+                "each step begins with a forward pass that scores the answers: add about a third to the predicted "
+                "seconds, which do not include it"
             )
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits, priced))

@@ -125,7 +125,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
         print(
             f"hydragraph: the tokenizer is not trained yet, so its vocabulary is assumed to have "
             f"{config.data.vocab_size} tokens (data.vocab_size). If the trained tokenizer has fewer, training "
-            "rejects the folder: compile again, or set model.config.vocab_size",
+            "rejects the folder: then compile again, or set model.config.vocab_size now",
             file=sys.stderr,
         )
     return config.data.vocab_size, 0

@@ -58,8 +58,8 @@ ProfileFile = Annotated[
     str | None,
     typer.Option(
         "--profile",
-        help="A file that hydragraph profile wrote; default: the config's plan.profile for the config's "
-        "devices, else a datasheet.",
+        help="A file that hydragraph profile wrote; default: the config's plan.profile if the devices are "
+        "the config's, else a datasheet.",
     ),
 ]
 Efficiency = Annotated[

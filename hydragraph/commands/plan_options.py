@@ -81,8 +81,8 @@ class UnevenOptions(CommonOptions):
         typer.Option(
             metavar=METHODS,
             help="Search method: mixed (for different device types), straggler (for slow devices), search (for data "
-            "parallelism that changes from stage to stage), metis (like search, but not exact: an improved version of "
-            "Metis's memory-aware search), or auto (the default: mixed, straggler and search).",
+            "parallelism whose degree differs between stages), metis (like search, but not exact: an improved version "
+            "of Metis's memory-aware search), or auto (the default: mixed, straggler and search).",
         ),
     ] = None
     running: Annotated[
@@ -96,7 +96,7 @@ class UnevenOptions(CommonOptions):
         str | None,
         typer.Option(
             help='Each rank\'s current share of the state, as in "3,3,1,0 copies=2"; the plan may move state. Default: '
-            "the config's home with --running, and equal shares otherwise."
+            "with --running, the config's home; otherwise, equal shares."
         ),
     ] = None
     deadline: Annotated[
@@ -113,7 +113,7 @@ class UnevenOptions(CommonOptions):
             "--price",
             metavar="TYPE=DOLLARS",
             help="Dollars per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
-            "without work and state cost nothing. Repeatable.",
+            "with neither work nor state cost nothing. Repeatable.",
         ),
     ] = None
     budget: Annotated[
@@ -157,8 +157,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="Draw a PNG file: the micro-batches of each pipeline, or with --cluster the nodes and devices of "
-            "the plan."
+            help="Draw a PNG file: the micro-batches of each pipeline or, with --cluster, the plan's nodes and devices."
         ),
     ] = None
 

@@ -48,11 +48,11 @@ class ProfileOptions(ConfigOptions):
     ] = False
     longest: Annotated[
         int | None,
-        typer.Option(min=64, help="Tokens in the longest micro-batch; longer ones measure attention more accurately."),
+        typer.Option(min=64, help="Tokens in the longest micro-batch; more tokens measure attention more accurately."),
     ] = None
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Maximum runs per measurement; fewer if they agree. The median is used."),
+        typer.Option(min=1, help="Maximum runs per measurement; fewer if their times agree. The median is used."),
     ] = 5
     type_: Annotated[
         str,

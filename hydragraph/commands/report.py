@@ -139,5 +139,5 @@ def _of_run(options: ReportOptions) -> ReportContents:
     except ValueError as error:
         if any(getattr(options, option) is not None for option in _PRICED):
             raise
-        print(f"the report omits the trace, which cannot be simulated: {error}", file=sys.stderr)
+        print(f"the trace cannot be simulated, so the report omits it: {error}", file=sys.stderr)
         return run_report(name, metrics, None, events)

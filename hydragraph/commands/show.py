@@ -59,7 +59,7 @@ class ShowOptions(CommonOptions):
     memory: Annotated[bool, typer.Option("--memory", help="Peak memory of each rank, by kind.")] = False
     limit: Annotated[
         float | None,
-        typer.Option("--limit", help="Memory of a device in bytes, such as 80e9: mark ranks that exceed it."),
+        typer.Option("--limit", help="Mark ranks that exceed this memory of a device in bytes, such as 80e9."),
     ] = None
     traffic: Annotated[bool, typer.Option("--traffic", help="Bytes sent between ranks and nodes, by kind.")] = False
     node: Annotated[int, typer.Option(min=1, help="Number of ranks per node, for --traffic.")] = 8
@@ -108,7 +108,7 @@ class ShowOptions(CommonOptions):
         if folder and self.overrides:
             raise ValueError("--set changes a config, not a folder: compile again with --set, and show the new folder")
         if not folder and not self.looks and not self.passes and self.rank is not None and not self.strategies:
-            raise ValueError(f"--rank {self.rank} needs a strategy to show a rank's program: also give --strategy")
+            raise ValueError(f"--rank {self.rank} shows a rank's program under a strategy: also give --strategy")
 
 
 @verb

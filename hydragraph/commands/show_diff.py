@@ -110,7 +110,7 @@ def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
         if before != after:
             groups.setdefault(f"{before} -> {after}", []).append(rank)
         elif one.programs[rank].instructions != other.programs[rank].instructions:
-            groups.setdefault(f"{before} as before, with a different program", []).append(rank)
+            groups.setdefault(f"still {before}, but a different program", []).append(rank)
     for change, ranks in groups.items():
         yield f"  {ranks_text(ranks)}: {change}"
 

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph simulate examples/demo.yaml --devices 4 --picture simulated.png --trace simulated.json, where "
-    "the picture compares the best strategies, and https://ui.perfetto.dev opens the trace. For devices of your own: "
-    "--cluster cluster.yaml, as hg.Cluster.save writes it."
+    "the picture compares the best strategies, and https://ui.perfetto.dev opens the trace. For your own devices: "
+    "--cluster cluster.yaml, a file that hg.Cluster.save wrote."
 )
 
 

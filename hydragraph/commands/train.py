@@ -181,7 +181,7 @@ def train_command(options: TrainOptions) -> None:
 def _print_idle(gpus: int) -> None:
     if gpus > 1:
         _print(
-            f"this machine has {gpus} GPUs, but 1 rank: set elastic.min_ranks to 1 and leave ranks out, or start "
+            f"this machine has {gpus} GPUs, but 1 rank: set elastic.min_ranks to 1 and omit 'ranks', or start "
             f"{gpus} processes per machine"
         )
 
@@ -393,7 +393,7 @@ def _print_events(outcome: RunOutcome) -> None:
     _print(
         f"goodput: {wall_time.tokens_per_s:,.0f} tokens/s over {wall_time.seconds:,.1f} s{part}: "
         f"{wall_time.paused_s:.3g} s of pauses, {wall_time.lost_s:z.1f} s of lost work, "
-        f"{wall_time.slower_s:z.1f} s by slower steps; "
+        f"{wall_time.slower_s:z.1f} s of slower steps; "
         f"all events are in {outcome.folder.events}"
     )
 

@@ -426,7 +426,7 @@ def _check_origin(program: Program, source: _Source) -> None:
         )
     if source.example is not None or source.dtype not in (torch.float32, program.dtype):
         raise ValueError(
-            f"compile: 'program' fixes 'dtype' ({program.dtype}) and 'example'; pass these only to `capture`"
+            f"compile: 'program' determines 'dtype' ({program.dtype}) and 'example'; pass these only to `capture`"
         )
     if program.reads not in ("", read_by(source.model, source.loss)):
         raise ValueError(

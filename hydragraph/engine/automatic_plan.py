@@ -100,7 +100,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
     groups = Groups(world, timedelta(minutes=30), watch=world.watch)
     try:
         if world.rank == 0:
-            doing("looking at devices and links")
+            doing("measuring devices and links")
         discovered = discover(groups)
         _check_models(subject, discovered, groups)
         more = False

@@ -379,7 +379,7 @@ class Executable(Membership):
         self._holding.begin()
         changed = self._compiled.state.changed_weights()
         if changed:
-            _LOG.warning("save: %s; the checkpoint has the trained state without this change", changed)
+            _LOG.warning("save: %s; the checkpoint contains the trained state, but not this change", changed)
         self._session.saver.wait()
         save = self._session.saver.start if asynchronous else save_and_load.save
         entry = {

@@ -98,9 +98,9 @@ class Deterministic:
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(
                         f"a stage lists devices {list(stage.devices)}: sums over more than two devices depend on "
-                        "the order, which must be ascending",
+                        "their order, which must be ascending",
                         where=f"{_WHERE}, strategy {strategy}",
-                        remedy="name a stage's devices in ascending order",
+                        remedy="list a stage's devices in ascending order",
                     )
 
     def alike(self, profile: Profile) -> Profile:

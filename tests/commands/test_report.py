@@ -45,7 +45,11 @@ def test_a_run_with_its_trace(trained: tuple[Path, Result], tmp_path: Path) -> N
     ("changes", "shows", "note"),
     [
         ({"home": "1,1,1", "ranks": 3}, "Predicted and measured", ""),
-        ({"plan": {"choose": True, "cluster": "one.yaml"}}, "no trace", "the trace, which cannot be simulated: "),
+        (
+            {"plan": {"choose": True, "cluster": "one.yaml"}},
+            "no trace",
+            "the trace cannot be simulated, so the report ",
+        ),
     ],
     ids=["home", "cluster"],
 )

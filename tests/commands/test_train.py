@@ -69,7 +69,7 @@ def test_no_time_is_told_as_a_negative_zero(tmp_path: Path, capsys: pytest.Captu
     wall_time = WallTime(4.0, 300, 75.0, 4.0, 0.0, -0.01, -0.01, (), 0, 0)
     with mock.patch("hydragraph.train.goodput.account", return_value=wall_time):
         _print_events(RunOutcome(RunFolder(tmp_path)))
-    assert "s of pauses, 0.0 s of lost work, 0.0 s by slower steps" in capsys.readouterr().err
+    assert "s of pauses, 0.0 s of lost work, 0.0 s of slower steps" in capsys.readouterr().err
 
 
 def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(

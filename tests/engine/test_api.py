@@ -129,7 +129,7 @@ def test_the_program_of_another_model_is_refused(other: object) -> None:
 def test_what_capture_was_told_is_not_told_again() -> None:
     program, model = captured("llama")
     with pytest.raises(
-        ValueError, match=r"'program' fixes 'dtype' \(torch.float32\) and 'example'; pass these only to"
+        ValueError, match=r"'program' determines 'dtype' \(torch.float32\) and 'example'; pass these only to"
     ):
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
     with pytest.raises(ValueError, match=r"was captured with another loss=, .*; pass that loss or none to"):

@@ -26,7 +26,7 @@ from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = (
-    *("link", "how", "MB between ranks", "MB kept local", "most MB in or out of a rank"),
+    *("link", "how", "MB between ranks", "MB kept local", "most MB into or out of a rank"),
     *("ms alone", "ms exposed", "ms of the step", "% overlapped"),
 )
 HOME = "home"

@@ -82,7 +82,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     others = baselines(model, build, strategy, settings.device, settings.dtype, settings.compiled)
     try:
         times, notes = _measure(exe, others, settings, tell)
-        tell("pulls and pushes alone")
+        tell("pulls and pushes without computation")
         linked = link_seconds(exe, settings.device, settings.rounds)
     finally:
         exe.close()
