@@ -89,8 +89,6 @@ class GraphRecord:
 
 @dataclass(frozen=True)
 class KernelsFile:
-    """Contents of `kernels.json`."""
-
     arch: str
     tokens: int
     graphs: tuple[GraphRecord, ...]

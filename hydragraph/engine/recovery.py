@@ -124,7 +124,7 @@ def meet_again(
         newest: called after ranks meet; returns the checkpoint to restore if state is lost. All ranks use the
             checkpoint of the first rank that has one.
         soon: whether to use the first good strategy instead of the best.
-        rates: slowdown of each process, by member number; only on the rank that monitors speeds.
+        rates: slowdowns by member number; only on the rank that monitors speeds.
         pieces: like `newest`, for this rank's pieces; the newer of the two checkpoints is read.
         set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
     """

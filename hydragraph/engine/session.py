@@ -221,7 +221,7 @@ def _same(old: Layout, new: Layout) -> Layout:
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer; raise an error on every rank if a rank fails or settings differ."""
+    """Create this rank's optimizer; if that fails on a rank, or settings differ, raise an error on every rank."""
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:

@@ -165,7 +165,7 @@ def bring(
 def _read(
     session: Session, route: Route, restore: Restore | None, nobody: bool, buffers: Mapping[str, Tensor]
 ) -> Brought:
-    """Read the complete state; surviving parts are unusable, because they are newer than the checkpoint."""
+    """Read the complete state from a checkpoint; surviving parts are newer, so they are unusable."""
     if restore is None and nobody:
         raise ValueError(
             "move: all ranks that had the state are lost, and no checkpoint is given: start again, or give a "

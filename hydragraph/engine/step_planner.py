@@ -98,7 +98,7 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Take over a previous planner's processes, not its announcements; use quick plans until a process answers."""
+        """Take over a previous planner's processes, not its mini-batches; use quick plans until a process answers."""
         self._hurries = True
         if before is None:
             return

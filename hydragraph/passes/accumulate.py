@@ -27,7 +27,7 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose matmuls accumulate gradients into buffers (`added`) if nothing else reads them."""
+    """Return a variant whose matmuls accumulate each gradient that nothing else reads into a buffer (`added`)."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()

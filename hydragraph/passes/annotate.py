@@ -72,7 +72,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
-    """Return the nodes from the experts' row-parallel product to its "exit", which hold partial sums."""
+    """Return the nodes that hold partial sums, from the experts' row-parallel product to its "exit"."""
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]

@@ -155,7 +155,7 @@ def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inline `torch.no_grad()` regions, whose results are detached, and regions that disable autocast."""
+    """Inline `torch.no_grad()` regions (and detach their results) and regions that disable autocast."""
     for node in list(module.graph.nodes):
         if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue

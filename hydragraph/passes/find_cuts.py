@@ -201,7 +201,7 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return the nodes from a value back to its parameter, each with its index of dimension `dim`."""
+        """Return the nodes from a value back to its parameter, each with the index of `dim` in that node."""
         chain = [(node, dim)]
         while len(node.users) == 1:
             if node.op == "placeholder":

@@ -63,7 +63,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return a key and a rank's peers; the key determines the rank's instructions except for its peers."""
+    """Return a key and a rank's peers; the key determines the rank's instructions, except their peers."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()

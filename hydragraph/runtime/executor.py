@@ -544,7 +544,7 @@ class Executor:
             pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
-        """End exchanges that are already complete, in order; return whether any exchange ended."""
+        """End exchanges in order, up to the first incomplete one; return whether any exchange ended."""
         before = len(under_way)
         for value in [] if self.streams.queued else list(under_way):  # if queued, only the commit waits
             if not under_way[value].ready:
@@ -619,7 +619,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return (parts [2, 3], scale). Summed over ranks, row 0 is the loss, and row 1 is the squared norm * scale**2.
+        """Return (parts [2, 3], scale); over ranks, row 0 adds up to the loss, row 1 to the squared norm * scale**2.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.

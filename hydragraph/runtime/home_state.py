@@ -83,10 +83,10 @@ class HomeState:
         device: torch.device | None = None,
         old: HomeState | None = None,
     ) -> HomeState:
-        """Return one rank's uninitialized state for home layouts by bucket.
+        """Return one rank's uninitialized state for the buckets' home layouts.
 
         Args:
-            old: state whose tensors are reused for buckets with the identical layout object.
+            old: state whose tensors are reused for buckets that keep the same layout object.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}

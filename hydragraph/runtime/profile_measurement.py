@@ -629,7 +629,7 @@ class _Timing:
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
-        """Repetitions that count; the first counts only if the second agrees."""
+        """All repetitions except the first, or both if there are two that agree."""
         return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
 
     @property

@@ -84,7 +84,7 @@ class Standing:
 
     Attributes:
         arrived: complete state brought by a move, to which the rank has not switched yet.
-        called: the numbers that this rank has had since it got `held`, in worlds that did not complete a move.
+        called: numbers that this rank has had since it got `held`, in worlds that did not complete a move.
     """
 
     held: HeldState

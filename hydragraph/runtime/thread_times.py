@@ -24,7 +24,7 @@ class Scheduled:
         self._others = 0.0
 
     def __call__(self) -> tuple[float, float]:
-        """Return the total seconds run and queued, or zeros if the system does not report them."""
+        """Return the thread's total seconds running and queued, or zeros if unknown."""
         if threading.get_ident() != self._thread:
             self._open()
         if self._file < 0:

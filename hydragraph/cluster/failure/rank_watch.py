@@ -2,7 +2,7 @@
 
 docs/architecture.md lists the detected failures. After a failure:
 
-1. For a moment, calls that wait for the failed rank may fail with their own errors. Then each process shuts down its
+1. For a moment, calls that wait for the failed rank can fail with their own errors. Then each process shuts down its
    communicators' sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not
    answer.
 2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the

@@ -22,7 +22,7 @@ class Asker:
         question: the repeated request; if it raises a RuntimeError, the store is gone.
 
     Attributes:
-        silent_s: seconds without an answer.
+        silent_s: seconds since the last answer.
         gone: whether the store's process has closed the connection.
     """
 

@@ -1,7 +1,7 @@
-"""Fork server for ranks that cleans up even if its launcher is killed.
+"""Fork server of ranks, which cleans up even if its launcher is killed.
 
-multiprocessing's own server would leave its socket and semaphores behind. A SIGTERM to the process group,
-or a failed fork, ends that server and every rank, even during a save. The server of this module continues.
+multiprocessing's own server would leave its socket and semaphores behind. A SIGTERM to the process group, or a failed
+fork, would end that server and every rank, even during a save. The server of this module continues.
 
 The server imports this module first (`launch.PRELOAD`). An environment variable makes the module act as a server.
 """

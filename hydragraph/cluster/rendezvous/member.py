@@ -114,8 +114,7 @@ class Member:
         """Leave the current generation, and enter the next one with an initialized process group.
 
         Args:
-            failure: error that names the rank at fault, or None if the coordinator called this member or the member is
-                new.
+            failure: error that names the rank at fault; None for a new member or after the coordinator's call.
         """
         while True:
             accuses = self._accused(failure)

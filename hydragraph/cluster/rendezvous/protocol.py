@@ -7,7 +7,7 @@ the members' registers and writes orders. The coordinator and the members poll, 
    (`after`).
 2. After all live members have left the current generation, the coordinator proposes the next generation: these members
    in rank order, then new members up to the target size.
-3. Each proposed member agrees. If a member dies first, the coordinator makes a proposal with the next number.
+3. Each proposed member agrees. If one dies before it agrees, the coordinator makes a proposal with the next number.
 4. After all proposed members have agreed, the coordinator confirms the proposal, and its members enter the generation.
 
 So no two generations are ever active at the same time.
