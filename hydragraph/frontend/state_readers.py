@@ -238,10 +238,15 @@ def _refuse_outside(function: FunctionType) -> None:
     if asked := names & _TRACING:
         what = f"the function asks whether it is traced ({asked.pop()}), so the trace may differ from PyTorch's results"
         raise Unsupported(what, where=where, remedy="compute the same whether traced or not")
-    read = (
-        "environment variables" if names & {"environ", "getenv"} else "a clock" if _asks_clocks(function, names) else ""
-    )
-    if read:
+    called = set(_arguments_of(function, "LOAD_GLOBAL", "LOAD_NAME")) - function.__globals__.keys()
+    reads = {
+        "environment variables": names & {"environ", "getenv"},
+        "a clock": _asks_clocks(function, names),
+        "settings of PyTorch": names & _SETTINGS,
+        "a file": names & _FILES or "open" in called,
+        "variables by globals()": "globals" in called,
+    }
+    for read in (what for what, found in reads.items() if found):
         raise Unsupported(f"the function reads {read}, but a compiled graph would not", where=where, remedy=_AS_A_FIELD)
 
 
