@@ -47,6 +47,7 @@ EVERY_FEATURE = [
     "3*<tp1,pp1>",  # equal shards
     "<[2]x1,[0]x3> gpipe",  # odd order, an idle rank
     "<[1]x1,[2]x3r> + <[0]x4>",  # unequal depths, recomputation
+    "<[0,1]x4s> + <[2]x4>",  # unequal degrees, sequence parallelism
     "<[2]x1,[1,0]x3r0.5p> zb-h1",  # sums in pieces, recomputation in part
 ]
 
