@@ -47,7 +47,7 @@ class PiecePlace:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A read of elements [lo, hi) of a bucket by rank `reader`, for the ranks `receivers` (ascending)."""
+    """A read, by rank `reader`, of a bucket's elements [lo, hi), which the ranks `receivers` (ascending) need."""
 
     reader: int
     tier: Tier

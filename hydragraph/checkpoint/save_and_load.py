@@ -84,7 +84,7 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint to write."""
+    """One rank's part of a checkpoint that is to be written."""
 
     path: Path
     scratch: Path
@@ -134,7 +134,7 @@ def prepare(
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write a prepared checkpoint and move it to its path; only the calling thread may use `groups`."""
+    """Write a prepared checkpoint and move it to its path; meanwhile, no other thread may use `groups`."""
     what = prepared.what
     rank = groups.world.rank
     scratch = prepared.scratch

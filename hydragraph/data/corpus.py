@@ -228,7 +228,7 @@ def unread(
     fields: Fields = PLAIN,
     template: str | None = None,
 ) -> list[str]:
-    """Return the names of fields that the first records of a file contain, but that are not read.
+    """Return the names of unread fields in the first records of each file.
 
     Args:
         template: text of the chat template; message fields that it names count as read.

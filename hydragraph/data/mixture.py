@@ -14,7 +14,7 @@ class Mixture(Iterator[list[Drawn]]):
     Each sequence is taken from the corpus with the fewest tokens so far, relative to its weight.
 
     Args:
-        members: streams of the corpora; `tokens` replaces their own limits.
+        members: streams of the corpora; `tokens` replaces their own token budgets.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:

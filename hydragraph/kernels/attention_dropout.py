@@ -22,7 +22,7 @@ _POSITIONS = 24  # bits of a feature index that store the key position
 
 
 def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:
-    """Return each probability's factor, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p); 1 without dropout.
+    """Return each probability's factor, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p) (without dropout: 1).
 
     Args:
         keys: dropout keys of the L queries, [L, 2].

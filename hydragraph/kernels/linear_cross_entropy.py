@@ -115,13 +115,14 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the cross-entropy of `hidden @ weight.T`, summed over tokens, and the gradients of hidden and weight.
 
-    The loss is in fp32 (fp64 for fp64 inputs). If the vocabulary is sharded, sum the gradient of hidden over ranks.
+    The loss is in fp32 (fp64 for fp64 inputs). If the vocabulary is sharded, the caller must sum the gradient of hidden
+    over ranks.
 
     Args:
         hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate rows of the head per rank; all ranks pass the same number, to use the same chunks.
+        rows: approximate number of head rows per rank; all ranks must pass the same number, to use the same chunks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
         target: weights of the label and of every class, (1 - s, s / N), with N classes over all ranks.

@@ -108,7 +108,7 @@ class SliceTable:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, index of the first origin, number of origins.
         origins: [O] int64: source offsets, in the order of the ranges within a tile.
-        aligned: number of aligned tiles, which come first and are measured in units of 8 elements.
+        aligned: number of aligned tiles, which come first in `tiles`, in units of 8 elements.
         source_end, target_end: minimum size of each buffer.
     """
 

@@ -112,7 +112,7 @@ class LoraConfig:
             linear layers except the head; None: peft's default for the architecture.
         rslora: multiply the output by alpha / sqrt(r) instead.
         dropout: probability of dropping each input of an adapter.
-        dora: also train the magnitude of each row of a weight.
+        dora: also train one magnitude per row of each adapted weight.
         modules_to_save: layers that are trained fully and saved with the adapters.
     """
 

@@ -75,7 +75,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check `bool`, `str` and annotated fields of a frozen dataclass; optional fields may be None."""
+    """Check a frozen dataclass's fields of type `bool`, `str` or `Annotated`; optional fields may be None."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)

@@ -42,7 +42,7 @@ class Metrics:
         planning_s: seconds that the step waited for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
         expected_s: step time predicted by the profile, in seconds; 0 without a profile.
-        eval_data: digest of the data and settings of `eval_loss`.
+        eval_data: digest of the data and settings that determine `eval_loss`.
         eval_losses: loss on each evaluation set ("heldout" and the sets of `data.evaluation`).
         mfu: model FLOPs utilization without recomputation; None: unknown.
         pairs: `PairReport.pairs`, if an objective is set.
