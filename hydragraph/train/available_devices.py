@@ -26,7 +26,11 @@ def own_gpus(device: str | None = None) -> int:
 
 
 def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
-    """Return the launcher's or this machine's devices; if `supervised`, a machine's only process counts per GPU."""
+    """Return the launcher's devices or, without a launcher, this machine's.
+
+    Args:
+        supervised: if a launcher starts one process per machine, count each process once per GPU.
+    """
     gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         alone = supervised and os.environ.get("LOCAL_WORLD_SIZE") == "1"

@@ -15,7 +15,7 @@ def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> i
 
 
 def without_improvement(history: Iterable[Metrics], least: float) -> int:
-    """Count the evaluations after the last one whose loss was lower than all before by more than `least`."""
+    """Count the evaluations since the best loss last improved by more than `least`."""
     best, count = math.inf, 0
     for _, loss in _comparable(history):
         if loss < best - least:
