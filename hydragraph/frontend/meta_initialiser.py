@@ -1,4 +1,4 @@
-"""Initialization of a model on the meta device by its own initializer, block by block."""
+"""Block-by-block initialization of a model that is on the meta device, with the model's own initializer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replacement of PyTorch's attention over a whole row with attention within packed sequences.
+"""Conversion of PyTorch's attention, which spans a whole row, to attention within packed sequences.
 
 Calls with a mask or dropout are left unchanged, and `token_mixing` rejects them.
 """

@@ -44,8 +44,8 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
 
     Args:
         quick: whether compilation takes at most a second and need not be announced.
-        shared: whether Python and compiled functions both call it; otherwise, compiled callers get a version without
-            the Python wrapper, which is slow to compile.
+        shared: whether both Python code and compiled functions call it; otherwise, compiled callers get a version
+            without the Python wrapper, which is slow to compile.
     """
     # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
