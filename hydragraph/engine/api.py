@@ -167,8 +167,7 @@ def compile(
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training). Tensors are this rank's shards, or empty; do not edit `.data`. `move` calls this
-            function again.
+            None (no training); `move` calls it again. Tensors are this rank's shards, or empty; do not edit `.data`.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
@@ -185,8 +184,7 @@ def compile(
         trust: whether to load the folder's Inductor code, which runs with your permissions.
         joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
         deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum fp32 bytes in flight of weights, and of gradients; default: 2 x largest block (1 x if
-            streaming).
+        window: maximum fp32 bytes in flight of weights, and of gradients; default: 2 x largest block (streaming: 1 x).
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
@@ -403,7 +401,7 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; raise a ValueError or TypeError of one rank on all."""
+    """Call a function on every rank; if one raises a ValueError or TypeError, raise it on all."""
     returned: list[T] = []
     error: ValueError | TypeError | None = None
     try:
@@ -431,7 +429,7 @@ def _check_origin(program: Program, source: _Source) -> None:
     if program.reads not in ("", read_by(source.model, source.loss)):
         raise ValueError(
             "compile: 'program' was captured with another loss=, or a value that the loss or model reads has changed; "
-            "pass that loss or none to `compile`, and call `capture` again after such a change"
+            "pass that loss, or no loss=, to `compile`; after such a change, call `capture` again"
         )
 
 

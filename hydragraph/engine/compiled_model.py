@@ -220,7 +220,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The degree is the smallest that allows a strategy, because smaller degrees also run on fewer ranks.
+    The degree is the smallest for which a strategy exists, so that strategies also run on fewer ranks.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None

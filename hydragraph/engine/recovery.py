@@ -336,7 +336,7 @@ def costs_for(
 
     Args:
         seats: seat of each rank. If a seat is not in the cluster, devices are assumed to be identical.
-        priced: seats of the devices in `given`; None means 0, 1, ...
+        priced: seats of the devices in `given`; default: 0, 1, ...
     """
     if not isinstance(given, Costs):
         return given

@@ -38,7 +38,7 @@ class Comparable(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean loss per target and gradients by parameter name, from one device."""
+    """One device's mean loss per target, and its gradients by parameter name."""
 
     loss: float
     gradients: Mapping[str, Tensor]

@@ -47,7 +47,7 @@ _traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # as data, because lat
 
 
 class _NotProvenError(Exception):
-    """Raised if a graph for all degrees cannot be converted to one degree."""
+    """Raised if one degree's graph cannot be derived from the graph for all degrees."""
 
 
 @dataclass(frozen=True)

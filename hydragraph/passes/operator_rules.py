@@ -1,4 +1,4 @@
-"""Rules that derive the cut (sharding) of an operator's result from its operands' cuts; None if it needs whole ones.
+"""Rules that derive the cut (sharding) of an operator's result from its operands' cuts; None: operands must be whole.
 
 `passes.tensor_cut` defines cuts; `passes.find_cuts` has an example. Operators that PyTorch tags pointwise need no rule.
 """

@@ -78,7 +78,7 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
 
 
 def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
-    """Add nodes for the entropies of tokens whose logits are sharded over ranks; all ranks get the same result.
+    """Add nodes for each token's entropy, from logits sharded over ranks; all ranks get the same result.
 
     Args:
         args: local logits [T, columns], labels [T], ignored label.

@@ -180,7 +180,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """During tracing, evaluate conditions that are equal for all sizes, which torch.export would postpone.
+    """During tracing, evaluate conditions with one value for all sizes; torch.export would postpone them.
 
     Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """

@@ -132,7 +132,7 @@ def test_what_capture_was_told_is_not_told_again() -> None:
         ValueError, match=r"'program' determines 'dtype' \(torch.float32\) and 'example'; pass these only to"
     ):
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
-    with pytest.raises(ValueError, match=r"was captured with another loss=, .*; pass that loss or none to"):
+    with pytest.raises(ValueError, match=r"was captured with another loss=, .*; pass that loss, or no loss=, to"):
         hg.compile(model, STRATEGY, loss=lambda outputs, batch: outputs.logits.sum(), program=program)
 
 

@@ -84,7 +84,7 @@ def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
         losses.append(exe.evaluate(batch).loss)
         exe.close()
     assert losses[0] == losses[1]
-    with pytest.raises(ValueError, match=r"captured with another loss=.*; pass that loss or none to"):
+    with pytest.raises(ValueError, match=r"captured with another loss=.*; pass that loss, or no loss=, to"):
         hg.compile(model, "<tp1,pp1>", device="cpu", program=program, loss=Weighted(50))
     elsewhere = pickle.loads(pickle.dumps(program))
     with pytest.raises(ValueError, match=r"program: it needs the loss's buffer 'weights', .*; pass the loss module"):

@@ -1,6 +1,6 @@
 """Fork server forked from the launcher, which has already imported torch and models.
 
-The launcher must have no GPU and a single thread, because a fork loses other threads and never releases their locks.
+The launcher must have no GPU and a single thread, because a fork loses other threads, whose locks stay locked.
 
 Ranks start like a new interpreter, except that modules are already imported.
 """

@@ -22,7 +22,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return the classes named in `functions` and in the user's functions that these refer to."""
+    """Return the classes named in `functions` and in the user's functions that `functions` use."""
     named: set[str] = set()
     for code in _codes(functions):
         if any(module.partition(".")[0] == _LIBRARY for module in code.co_names):

@@ -216,7 +216,7 @@ class Member:
 def meet(
     backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
 ) -> None:
-    """Create the default process group, watched from the start."""
+    """Create the default process group, and watch it from the start."""
     _choose_interface()
 
     def make() -> None:

@@ -93,7 +93,7 @@ class Nodes:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
     def place(self, ranks: int, devices: Sequence[int]) -> Nodes:
-        """Return these machines with ranks placed; raise a ValueError if unequal machines have too few devices."""
+        """Return these machines with ranks placed; raise a ValueError if they differ and have too few devices."""
         total = sum(devices)
         ranks = total if self.fills else ranks
         if len(set(devices)) > 1 and ranks > total:

@@ -1,10 +1,10 @@
 """Leadership of a run: a lease in a replicated register. Pure functions make a machine's decisions from its own clock.
 
 The register holds one lease: its term, its holder, and a count that the holder increments to renew the lease. A machine
-that has read the same lease for `TTL_S` takes the lease with the next term. The register accepts a new lease only in
-place of the lease that the machine has read, so a term has one holder. The holder stops leading `TTL_S - MARGIN_S`
-after it *sent* its last successful renewal, before any other machine can have waited for `TTL_S`. So two machines never
-lead at the same time if their clocks run equally fast.
+that has read the same lease for `TTL_S` takes over with the next term. The register accepts a lease only if it still
+holds the lease that the machine has read, so a term has one holder. The holder stops leading `TTL_S - MARGIN_S` after
+it *sent* its last successful renewal, before any other machine can have waited for `TTL_S`. So two machines never lead
+at the same time if their clocks run equally fast.
 
 A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, the machine
 keeps its ranks for the next leader (which waits for `GATHER_S`) only if the old leader has certainly ended.

@@ -230,7 +230,7 @@ class Supervisor:
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
-            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and other machines had none")
+            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had no ranks")
         for member, seated in {**handed.seats, **seats}.items():
             self._seats[member] = seated.seat
             self._late |= {member} if seated.late else set()

@@ -171,7 +171,7 @@ def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
 
 
 def head_losses(sweep: Sweep) -> Iterator[Case]:
-    """Forward and backward of the head and loss, which are three matrix products."""
+    """Forward and backward of the head and loss: three matrix products."""
     full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
     for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
         options = {"device": sweep.device, "dtype": sweep.dtype}
