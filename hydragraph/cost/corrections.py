@@ -62,7 +62,7 @@ class Corrections:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
     def with_step(self, ratios: Mapping[tuple[TimeKind, int], float]) -> Corrections:
-        """Return corrections that include another step's samples."""
+        """Return a copy with the samples of one more step."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 

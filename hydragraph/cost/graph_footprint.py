@@ -128,7 +128,7 @@ class Sizes:
 
     Attributes:
         tokens: symbol of the token count.
-        factor: the micro-batch's tokens divided by the trace's tokens.
+        factor: the micro-batch's tokens divided by the trace's.
         bounds: length of cu_seqlens.
     """
 

@@ -54,7 +54,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, lower: bool = False) 
 
     Args:
         count: maximum number of micro-batches per pipeline.
-        lower: compute lower bounds; otherwise approximate.
+        lower: compute lower bounds, not approximations.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
     arrays = [_kind(kind, lower, reaches) for kind in kinds]

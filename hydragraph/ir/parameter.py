@@ -141,7 +141,7 @@ class Parameter:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 
     def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
-        """Return the shard's shape; raise the errors of `intervals`."""
+        """Return the shard's shape; raises like `intervals`."""
         if self.rule is None or tp == 1:
             return self.shape
         length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row

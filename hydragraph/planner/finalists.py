@@ -270,7 +270,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate more proposals with bounds below `limit`; those estimated before may have proved slower."""
+        """Estimate more proposals with bounds below `limit`, as earlier ones may have proved slower."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break

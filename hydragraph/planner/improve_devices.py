@@ -204,7 +204,7 @@ class Yard:
 def climbed(
     varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
-    """Improve a strategy that fits all mini-batches, until a deadline."""
+    """Until a deadline, improve a strategy that fits all mini-batches."""
     now = start
     best = varied.seconds(now)
     left = priced

@@ -56,7 +56,8 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Group mini-batches by the MaxLen that they need, except the largest; return each group and its longest length."""
+    """For each MaxLen that mini-batches need, except the largest, return these mini-batches and their longest
+    length."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)

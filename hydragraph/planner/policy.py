@@ -56,7 +56,7 @@ class Decision:
             return "a strategy is chosen every iteration: no candidate fits all sample mini-batches"
         what = f"{self.gain:.1%} less time than {names[self.static]} alone"
         if self.dynamic:
-            return f"a strategy is chosen every iteration, which is expected to take {what}"
+            return f"a strategy is chosen every iteration; this is expected to take {what}"
         return (
             f"the strategy stays {names[self.static]}: choosing one every iteration would take {what}, but the "
             f"required saving is {gain:.1%}"

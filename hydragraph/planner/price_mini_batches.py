@@ -157,7 +157,7 @@ def settle_best(
     """Check strategies, the lowest estimate first, until `most` of them fit all mini-batches.
 
     Args:
-        until: after this deadline, one strategy that fits is enough, without simulation.
+        until: after this deadline, stop at the first strategy that fits, without simulation.
     """
     order = list(origins)
     if not is_late(until):

@@ -119,7 +119,7 @@ class ComparedCandidate:
 
 @dataclass(frozen=True)
 class Example:
-    """A planned mini-batch, to be drawn."""
+    """A planned mini-batch for `plan_picture`."""
 
     strategy: Strategy
     pipelines: tuple[PipelineCost, ...]
@@ -171,7 +171,7 @@ def explain(
     iterations: int = 4,
     seed: int = 0,
 ) -> PlanReport:
-    """Compare candidates on mini-batches drawn from the data.
+    """Compare candidates on mini-batches sampled from the data.
 
     Args:
         lengths: tokens per sequence of the data; sequences are truncated to `context` tokens.
@@ -215,7 +215,7 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw mini-batches of at least `tokens` tokens from shuffled passes over the data."""
+    """Sample mini-batches of at least `tokens` tokens by shuffled passes over the data."""
     check_sequences(tokens * len(data) // sum(data))
     random = np.random.default_rng(seed)
     order: list[int] = []

@@ -89,7 +89,7 @@ def _verdict(report: PlanReport) -> list[str]:
     lines = [f"best for all mini-batches: {scheme_counts(best.strategy)}, {best.seconds:.3f} s per iteration"]
     if alike is not None and alike is not best:
         gain = alike.seconds / best.seconds
-        lines.append(f"best homogeneous: {scheme_counts(alike.strategy)}, {alike.seconds:.3f} s ({gain:.2f}x as long)")
+        lines.append(f"best homogeneous: {scheme_counts(alike.strategy)}, {alike.seconds:.3f} s ({gain:.2f}x the best)")
     gain = best.seconds / report.dynamic
     lines.append(f"with the best for each mini-batch: {report.dynamic:.3f} s per iteration ({gain:.2f}x as fast)")
     return lines

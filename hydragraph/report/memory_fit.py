@@ -166,7 +166,7 @@ def _more(found: MemoryFit) -> str:
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: a stage's weights and gradients alone do not fit"
     ranks = math.ceil(memory.home * len(found.curves) / room) + 1
-    return f"more ranks to share the state (at least {ranks}): the home state alone does not fit"
+    return f"more ranks to share the state (at least {ranks}): the state alone does not fit"
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:

@@ -31,10 +31,10 @@ def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[
         return ()
     facts = []
     if wall_time.goodput is not None:
-        note = f"of the undisturbed {number_format.rate(wall_time.rate)} tokens/s"
+        note = f"of {number_format.rate(wall_time.rate)} tokens/s at full speed"
         facts.append(Fact("goodput", number_format.share(wall_time.goodput), note))
     if wall_time.pauses:
-        worst = f"{len(wall_time.pauses)} of at most {number_format.seconds(max(wall_time.pauses))}"
+        worst = f"{len(wall_time.pauses)}, the longest {number_format.seconds(max(wall_time.pauses))}"
         undone = f"{wall_time.lost_steps} step{'' if wall_time.lost_steps == 1 else 's'} undone"
         note = f"{worst}; {undone}, {number_format.size(wall_time.moved_bytes)} moved"
         facts.append(Fact("pauses", number_format.seconds(sum(wall_time.pauses)), note))

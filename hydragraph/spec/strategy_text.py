@@ -69,7 +69,8 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first`; the last stages each get one remaining layer."""
+    """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first` on; remaining layers go to the last stages, one
+    each."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))

@@ -52,8 +52,8 @@ def test_what_happened_in_order_with_what_it_cost() -> None:
 
 def test_the_numbers_at_the_top() -> None:
     facts = {fact.label: (fact.value, fact.note) for fact in cost_facts(*storm())}
-    assert facts["goodput"] == ("60%", "of the undisturbed 100 tokens/s")
-    assert facts["pauses"] == ("3.00 s", "2 of at most 2.00 s; 2 steps undone, 6.00 kB moved")
+    assert facts["goodput"] == ("60%", "of 100 tokens/s at full speed")
+    assert facts["pauses"] == ("3.00 s", "2, the longest 2.00 s; 2 steps undone, 6.00 kB moved")
 
 
 def test_saved_checkpoints_alone_are_nothing_that_happened() -> None:

@@ -51,9 +51,9 @@ class Histogram:
     """Work of the data, by length and scheme (tp, pp).
 
     Attributes:
-        schemes: schemes that fit some sequence [K].
+        schemes: schemes in which some sequence fits [K].
         devices: devices per pipeline of each scheme [K].
-        levels: highest level (length) that fits each scheme [K].
+        levels: highest level (length) that fits in each scheme [K].
         work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """
 
@@ -227,7 +227,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return integer roundings that fit the longest length and leave too few devices to round another number up."""
+    """Return roundings that fit the longest length and leave too few devices to round another number up."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines

@@ -451,7 +451,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write each layer's stage, which must have more than half of the layer's pieces; other layers get no stage."""
+    """Write the stage that has more than half of each layer's pieces; other layers get no stage."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):

@@ -1,7 +1,8 @@
 """Metis's measurements of a model.
 
 They are read from a folder with one file per measurement, as in Metis (`DeviceType.A100_tp2_bs4.json`), or from one
-file per device type, with all layers under `samples`, or the first, middle and last layer under `by_num_layers`.
+file per device type. This contains all layers under `samples`, or the first, middle and last layer under
+`by_num_layers`.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class MetisProfile:
         sequence: int | None = None,
         vocabulary: int | None = None,
     ) -> MetisProfile:
-        """Read measurements from files, or from all files of a folder named as in Metis.
+        """Read measurements from files, or from a folder's files with names as in Metis.
 
         Args:
             layers: if a file has several models, the number of layers of the model to read; default: the smallest.
