@@ -56,7 +56,7 @@ _OF_KIND = {
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """Time of one rank in an iteration, by kind.
+    """Time of one rank in an iteration, by kind of work.
 
     Attributes:
         transfers: seconds of each message after its last participant starts it; in traced runs, only of messages that

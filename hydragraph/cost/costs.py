@@ -248,7 +248,7 @@ class Costs(Pricing):
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration, simulated if stages stream or offload."""
+        """Return the seconds of an iteration, by simulation if stages stream or offload."""
         if strategy.streams or strategy.offloads:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)

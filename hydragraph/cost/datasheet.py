@@ -81,8 +81,8 @@ def datasheet(
     Args:
         efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all that divide the numbers of heads.
-        compiled: returns a block's graphs, like `passes.variants.Variants.get`, to compute its memory; None: the
-            profile contains no memory.
+        compiled: like `passes.variants.Variants.get`, returns a block's graphs, for its memory; None: the profile
+            contains no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"'efficiency' is {efficiency}: give a fraction of the peak FLOP/s, above 0 and at most 1")

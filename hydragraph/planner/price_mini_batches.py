@@ -45,7 +45,7 @@ class Varied:
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
         """Return the approximate time of every mini-batch, infinite if it does not fit.
 
-        If the mean without traffic reaches `below_s`, all times are infinite.
+        If the mean time without traffic reaches `below_s`, all times are infinite.
         """
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)

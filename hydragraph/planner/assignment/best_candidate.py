@@ -73,7 +73,7 @@ def compare(
     """Choose a candidate, and report why the others lost.
 
     Args:
-        all_of_them: also evaluate candidates whose bound exceeds the best time.
+        all_of_them: also evaluate candidates whose bound exceeds the best time so far.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]

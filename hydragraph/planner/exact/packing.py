@@ -51,9 +51,6 @@ def pack(
         lengths: tokens of each sequence; empty sequences are skipped.
         devices: number of devices that share the state; default: the pipeline's.
         method: "exact" solves Eq. 1 through cvxpy (slow).
-
-    Raises:
-        Unsupported: a sequence is longer than MaxLen, or the scheme is not in the profile.
     """
     pipeline = profile.pipeline(scheme, devices or scheme[0] * scheme[1])
     if method == "exact":

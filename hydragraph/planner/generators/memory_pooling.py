@@ -1,8 +1,9 @@
 """Distribution of layers if a rank may divide its memory in any proportion between its stage and its part of the state.
 
 The search gives every rank a fixed share of the state. But the first stages have the most micro-batches in flight, so
-fewer stages recompute if the first stages own less state. For bounds t_s on the stages' times, a dynamic program over
-stages and layers maximizes the total room. A stage's room is the fraction of the state that its ranks can own:
+fewer stages need to recompute if the first stages own less state. For bounds t_s on the stages' times, a dynamic
+program over stages and layers maximizes the total room. A stage's room is the fraction of the state that its ranks can
+own:
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1
 

@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
     Attributes:
         begin: index of the first option at each rank, then O [N + 1].
-        size: ranks [O].
+        size: number of ranks [O].
         dp: replicas [O].
         tp: ranks per replica [O].
         first_row, last_row: rows of `upto` [O]; a stage takes the largest difference in its rows.
@@ -70,7 +70,7 @@ class Options(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Stages for one order of types and any B: first rank, ranks, log2 of tp, and ranks of each type [O, T]."""
+    """Stages for one order of types and any B: first rank, size, log2 of tp, and size per type [O, T]."""
 
     start: Ints
     size: Ints
