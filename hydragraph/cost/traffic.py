@@ -186,7 +186,8 @@ class Roads:
         return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return the seconds of concurrent, equal messages between disjoint pairs, and (resource, fraction) pairs."""
+        """Return the seconds of equal, concurrent messages in disjoint pairs of ranks, and resources' busy
+        fractions."""
         if pairs not in self._ways_of:
             self._ways_of[pairs] = self._ways(pairs)
         seconds = 0.0

@@ -340,7 +340,7 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return each rank's message bytes at the peak and at the end (as if it owned all state), and its gradient bytes.
+    """Return each rank's message bytes (as if it owned all state) at the peak and at the end, and its gradient bytes.
 
     Sent weights stay in the owner's memory until the commit. Gradients of later stages arrive during computation.
     """

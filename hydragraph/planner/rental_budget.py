@@ -54,7 +54,7 @@ def offers(
 
     Raises:
         ValueError: the budget is not a number, or pays for no node.
-        Unsupported: no plan fits on any combination of nodes.
+        Unsupported: no combination of nodes has a plan that fits.
     """
     rental_offers: list[RentalOffer] = []
     refused: Unsupported | None = None

@@ -1,4 +1,4 @@
-"""Comparison of a plan's candidates, with a breakdown of their predicted seconds.
+"""Comparison of a plan's candidates, with a breakdown of their predicted iteration times.
 
 The time of an iteration is the sum of these parts:
 
@@ -315,7 +315,7 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's seconds into parts; `sync` is the seconds outside computation."""
+    """Split an assignment's time into parts; `sync` is the seconds outside computation."""
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)

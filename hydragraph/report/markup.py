@@ -25,8 +25,8 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
     Args:
         content: contents of the element; lists are joined, and None is omitted.
-        attributes: None and False omit an attribute. A name's trailing underscore (`class_`) is removed; others become
-            hyphens.
+        attributes: None and False omit an attribute. A name's trailing underscore (`class_`) is removed; other
+            underscores become hyphens.
     """
     attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())
     return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")

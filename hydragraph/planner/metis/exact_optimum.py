@@ -15,7 +15,7 @@ dominates Q if
 Every completion of a label has at least the t, o and g in `least`. Labels are raised to these minima, so that more
 labels are dominated.
 
-`sums` is the least sum of a completion's stages. Labels that cannot beat the best plan are dropped.
+`sums` is the least sum of a completion's stages.
 """
 
 from __future__ import annotations
