@@ -58,7 +58,7 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return fractions for each of `count` equal buckets, given (candidate, number of buckets) pairs."""
+    """Return each of `count` equal buckets' fractions per rank, from (fractions, bucket count) pairs."""
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])
     for parts, times in chosen:

@@ -1,8 +1,7 @@
 """Number of query-key pairs that attention computes within a window or chunks.
 
 With a window of w tokens, a query attends to at most w keys, including its own; with chunks of c tokens, it attends to
-the keys of its chunk. Attention over l tokens takes time proportional to q(l), twice the number of causal
-pairs, without terms linear in l:
+the keys of its chunk. Attention over l tokens takes time proportional to q(l), about twice the number of causal pairs:
 
     no limit  q(l) = l^2
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above

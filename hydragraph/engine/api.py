@@ -166,8 +166,8 @@ def compile(
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
-        optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None (no training); `move` calls it again. Tensors are this rank's shards, or empty; do not edit `.data`.
+        optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order; None:
+            no training. `Executable.move` calls it again. Tensors are a rank's shards, or empty; do not edit `.data`.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.

@@ -369,8 +369,8 @@ class Cluster:
     def _machines(self) -> Mapping[int, Node]:
         if self.nodes:
             return dict(enumerate(self.nodes))
-        assert self.within_node is not None, "a cluster without `nodes` must set both links"
-        assert self.between_nodes is not None, "a cluster without `nodes` must set both links"
+        assert self.within_node is not None, "a cluster without `nodes` must set `within_node`"
+        assert self.between_nodes is not None, "a cluster without `nodes` must set `between_nodes`"
         sizes = Counter(d.node for d in self.devices)
         types = {d.node: d.type for d in self.devices}
         return {
