@@ -57,7 +57,7 @@ _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
 _OTHERS = (
     "may take another sequence's rows; index tokens by cu_seqlens[:-1] or cu_seqlens[1:] - 1, and sequences by "
-    "torch.searchsorted(cu_seqlens[1:], torch.arange(T), right=True)"
+    "torch.searchsorted(cu_seqlens[1:], torch.arange(T, device=cu_seqlens.device), right=True)"
 )
 _BEHIND = "processes a sum over tokens; sums may only be scaled or added"
 

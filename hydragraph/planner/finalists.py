@@ -181,7 +181,7 @@ def finalists(
     known: dict[tuple[Strategy, Assignment], Settled | Shortage] | None = None,
     moved: Moved | None = None,
     exactly: Exactly | None = None,
-    clock: Clock | None = None,
+    clock: TimeEstimates | None = None,
 ) -> Finalists:
     """Choose owners and check memory for the most promising proposals, and simulate the best.
 
@@ -195,7 +195,7 @@ def finalists(
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
     began = time.monotonic()
-    clock = clock or Clock(costs)
+    clock = clock or TimeEstimates(costs)
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     estimated = {one.strategy for one in estimates}
@@ -239,7 +239,7 @@ class _Queue:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: TimeEstimates,
         estimates: Sequence[Proposal],
         others: Sequence[Proposal],
         until: float | None,
@@ -354,7 +354,7 @@ def _equal_home(costs: Costs, one: Settled) -> Home | None:
 
 
 def _estimated(
-    costs: Costs, clock: Clock, found: Sequence[Proposal], near: float, until: float | None
+    costs: Costs, clock: TimeEstimates, found: Sequence[Proposal], near: float, until: float | None
 ) -> list[Proposal]:
     best = math.inf
     estimates: list[Proposal] = []
@@ -367,7 +367,7 @@ def _estimated(
     return estimates + _improved(costs, clock, estimates, until)
 
 
-def _estimate(clock: Clock, proposal: Proposal) -> list[Proposal]:
+def _estimate(clock: TimeEstimates, proposal: Proposal) -> list[Proposal]:
     strategies = [strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None]
     seconds = (proposal.expected_s if s.shares else clock.seconds(s, proposal.assignment) for s in strategies)
     return [
@@ -376,7 +376,7 @@ def _estimate(clock: Clock, proposal: Proposal) -> list[Proposal]:
     ]
 
 
-class Clock:
+class TimeEstimates:
     """Cache of micro-batches, and of time estimates with traffic that do not check the owners' memory."""
 
     def __init__(self, costs: Costs) -> None:
@@ -396,7 +396,7 @@ class Clock:
         return min(iterations.seconds(assignment) for iterations in self._iterations(strategy))
 
 
-def _improved(costs: Costs, clock: Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
+def _improved(costs: Costs, clock: TimeEstimates, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
     seen_strategies = {proposal.strategy for proposal in estimates}
     improved: list[Proposal] = []
     for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:

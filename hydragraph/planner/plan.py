@@ -17,7 +17,7 @@ from hydragraph.planner.canonical_order import as_told, order_of, places_of, tol
 from hydragraph.planner.cluster_parts import with_fewer
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.explanation import SHOWN, Rival, explanation
-from hydragraph.planner.finalists import Clock, Exactly, Finalists, Moved, Proposal, finalists, proposals
+from hydragraph.planner.finalists import Exactly, Finalists, Moved, Proposal, TimeEstimates, finalists, proposals
 from hydragraph.planner.generators.group_prices import SAFETY, Market, healthy, state_bytes
 from hydragraph.planner.generators.malleus_autohet import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
 from hydragraph.planner.generators.memory_pooling import pooled
@@ -411,7 +411,7 @@ def _looked_at(
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
     outcomes: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
     passed: list[Proposal] = []
-    clock = Clock(costs)
+    clock = TimeEstimates(costs)
     for candidates, stages in every:
         ranked_proposals = proposals(costs, workload.batches[0], candidates, stages, plain)
         passed += finalists(costs, ranked_proposals, asked.near, until, outcomes, moved, exactly, clock).passed

@@ -159,7 +159,7 @@ def test_ranks_that_would_update_otherwise_are_told_on_all_ranks() -> None:
             "optimizer and its settings",
         ]
         assert "'only here'" in said[3]
-        starts = ("compile: 'program' fixes", "compile: 'window' is -1", "home '1,x'", "compile: 'seed' is 'zero'")
+        starts = ("compile: 'program' determines", "compile: 'window' is -1", "home '1,x'", "compile: 'seed' is 'zero'")
         assert all(text.startswith(start) for text, start in zip(said[4:8], starts, strict=True)), said
         assert said[8].startswith("ranks differ in optimizer's settings, such as the learning rate: ")
         assert "'lr': 0.2" in said[8]

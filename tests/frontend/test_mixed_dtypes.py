@@ -81,7 +81,9 @@ def test_attention_takes_one_dtype() -> None:
         q = x.unflatten(-1, (4, 8))
         return hg.varlen_attention(q.double(), q, q, torch.tensor([0, len(x)])).flatten(1)
 
-    with pytest.raises(Unsupported, match=r"varlen_attention: q of torch.float64, k of torch.float32 .*; cast them to"):
+    with pytest.raises(
+        Unsupported, match=r"varlen_attention: q of torch.float64, k of torch.float32 .*; cast all three to one dtype"
+    ):
         capture(model(cast, torch.float32))
 
 

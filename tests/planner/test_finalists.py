@@ -5,7 +5,7 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.planner import finalists as module
-from hydragraph.planner.finalists import Clock, Moved, finalists, proposals, unlike
+from hydragraph.planner.finalists import Moved, TimeEstimates, finalists, proposals, unlike
 from hydragraph.planner.generators.malleus_autohet import TOGETHER, search
 from hydragraph.planner.generators.symmetric import Simple, simple
 from hydragraph.planner.micro_batch_sizes import cut
@@ -58,7 +58,7 @@ def test_micro_batches_are_formed_before_a_proposal_is_settled(monkeypatch: pyte
 def test_searches_share_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = priced.costs(6, priced.mixed())
     found = proposals(costs, LENGTHS, [], [], simple(costs, 12, 700, [1, 2]))
-    clock = Clock(costs)
+    clock = TimeEstimates(costs)
     known: dict[tuple[hg.Strategy, Assignment], Settled | Shortage] = {}
     before = finalists(costs, found, 0.0, None, known, clock=clock)
     monkeypatch.setattr(module, "Iterations", None)

@@ -80,7 +80,7 @@ def test_where_memory_is_short_stages_are_cut() -> None:
     assert len(wide.pipelines[0].stages) == 1
     cut = staged(scarce(1_000_000, 160 * 10**6), 8, 256, "memory")[0]
     assert any(stage.tp > 1 or len(p.stages) > 1 for p in cut.strategy.pipelines for stage in p.stages)
-    with pytest.raises(Unsupported, match="no stages of 1, 2, 4"):
+    with pytest.raises(Unsupported, match="in stages of 1, 2, 4"):
         staged(scarce(1_000_000, 50 * 10**6), 8, 256, "exact")
 
 
