@@ -40,7 +40,7 @@ class Turn:
     """Pull or push that all ranks enter.
 
     Attributes:
-        name: the bucket's name or, if streamed, the result of `ir.value.streamed`; unique per operation.
+        name: the bucket's name or, if streamed, `BUCKET@INDEX`; unique among pulls and among pushes.
         stages: the ranks of every stage that takes part.
     """
 

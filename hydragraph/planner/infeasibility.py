@@ -73,7 +73,7 @@ def nothing_fits(
         f"nothing fits: {why}",
         where=f"plan for {workload} on {costs.ranks} device{'s' * (costs.ranks > 1)}",
         remedy=f"{changes}{first}allow recomputation and higher tensor-parallel degrees (a measured profile must "
-        "contain them: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
+        "cover both: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
     )
 
 

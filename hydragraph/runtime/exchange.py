@@ -179,7 +179,7 @@ def start_push(
     dtype: torch.dtype = torch.float32,
     adds: bool = False,
 ) -> Finish:
-    """Start moving gradients; the returned function waits, and sums them into `home` in rank order.
+    """Start moving gradients; the returned function waits, and stores their rank-ordered sum in `home`.
 
     Args:
         gradients: this rank's 1-D contribution, possibly empty; it returns to `buffers` once sent.

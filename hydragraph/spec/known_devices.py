@@ -20,7 +20,7 @@ class Datasheet:
     Attributes:
         reached: fraction of the peak that large matrix products reach; fitted to published runs for A100 and H100
             (`benchmarks/published_runs.py --fit`), otherwise assumed.
-        published: GPU of the published runs that predictions were compared with; empty: none.
+        published: the GPU's name in the published runs; empty: no published run used it.
         bfloat16: whether the peak also holds for bfloat16.
     """
 

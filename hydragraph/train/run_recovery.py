@@ -120,7 +120,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Make this rank lead the run; `watching` is its previous controller."""
+    """Make this rank lead the run; `watching` is the straggler controller that it had before."""
     log = run.log
     if not state.owns:
         member = here()

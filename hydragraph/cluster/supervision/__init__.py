@@ -1,1 +1,1 @@
-"""Starting, watching and replacing of a run's processes, on one machine or several."""
+"""Start, watch and replace a run's processes, on one machine or several."""
