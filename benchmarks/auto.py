@@ -17,7 +17,7 @@ the same weights, one after the other, `--rounds` times in turn:
 
 The printed table has seconds per step, over all steps after the first (planning again included) and in their second
 half. Below it are the explanation that auto gives, when each line of its log appeared, and the seconds that the costs
-of the files by hand predict for its strategies and its shares of the state, relative to the best plan of these files.
+of the files by hand predict for its strategies, relative to the best plan of these files.
 The exit code is 1 if losses differ between sides, if that ratio is above 1.02, or if the second half of auto's run
 takes over 1.05 times as long as another side's.
 """
@@ -51,7 +51,6 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.planner.price_candidate import Settled
 from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
@@ -163,13 +162,12 @@ class ByHand:
         """Return the predicted mean seconds of the sample mini-batches, which take these strategies in turn.
 
         Args:
-            strategies: texts with their homes, as in metrics.jsonl.
+            strategies: texts with their fingerprints, as in metrics.jsonl.
         """
         total = 0.0
         for text, count in Counter(strategies).items():
-            strategy, _, shares = text.partition("@")
-            home = Home.parse(shares).without_rule if shares else None
-            settled = Varied(self.costs, self.batches).settle(Strategy.parse(strategy, layers), "given", home)
+            strategy = text.partition("@")[0]
+            settled = Varied(self.costs, self.batches).settle(Strategy.parse(strategy, layers), "given")
             assert isinstance(settled, Settled), f"{strategy}: {settled}"
             total += count * settled.seconds
         return total / len(strategies)
@@ -343,7 +341,7 @@ def table(pair: Pair, ran: Mapping[str, Sequence[Ran]]) -> Table:
 def planned(hand: ByHand, ran: Ran, layers: int) -> tuple[float, float]:
     """Return the seconds that the costs by hand predict for auto's first strategies, and for the best plan by hand."""
     before = ran.strategies[:SAMPLE]  # before it planned again
-    return hand.seconds(before, layers), hand.seconds([f"{hand.strategy}@{hand.plan.home}"], layers)
+    return hand.seconds(before, layers), hand.seconds([hand.strategy], layers)
 
 
 def slower_than(ran: Mapping[str, Sequence[Ran]]) -> dict[str, float]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.auto import STATIC, Pair, Ran, differences, slower_than
+import hydragraph as hg
+from benchmarks.auto import STATIC, ByHand, Pair, Ran, differences, planned, slower_than
 from benchmarks.everything import Done
 from hydragraph.spec.cluster import Cluster
+from tests.cost import priced
 
 
 def test_drawn_pairs_differ_and_are_drawn_again() -> None:
@@ -51,3 +53,13 @@ def test_losses_and_seconds_of_runs() -> None:
 def test_the_uneven_pipeline_has_layers_in_proportion_to_speeds() -> None:
     assert Pair(shares=(0.8, 0.32), layers=6).uneven_pipeline == "<[0]x4,[1]x2>"
     assert Pair(shares=(0.2, 0.8), layers=4).uneven_pipeline == "<[0]x1,[1]x3>"
+
+
+def test_the_steps_of_a_run_are_priced_by_the_costs_of_the_files_by_hand(tmp_path: Path) -> None:
+    costs, batches = priced.costs(6, priced.cluster(2)), ((700, 200, 100), (300,) * 4)
+    plan = hg.plan(costs, hg.Workload(lengths=batches))
+    hand = ByHand(tmp_path / "profile.json", tmp_path / "cluster.yaml", costs, batches, plan)
+    texts = tuple(str(hg.Strategy.parse(text, 6)) for text in (hand.strategy, "<[0]x5,[1]x1>"))
+    best, same = planned(hand, Ran({}, 0.0, (), texts[:1], ()), 6)
+    assert best == pytest.approx(same)
+    assert planned(hand, Ran({}, 0.0, (), texts, ()), 6)[0] > best
