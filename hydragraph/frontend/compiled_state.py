@@ -365,7 +365,10 @@ def _drops(module: nn.Module, own: bool) -> bool:
 
 
 def _state(tensor: Tensor) -> tuple[int, int, int]:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return version_of(tensor), 0, 0
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    if tensor.device.type != "cpu" or lazy or not tensor.is_contiguous():
         return version_of(tensor), tensor.data_ptr(), 0
     values = tensor.detach().view(-1).view(torch.uint8)
     step = 1 if values.numel() <= _WHOLE else values.numel() // _SAMPLED | 1

@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM, TrainerState
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.compiled_state import CompiledState
+from hydragraph.frontend.compiled_state import CompiledState, _state
 from tests.models import llama, sequences
 from tests.own_models import Own
 from tests.thorough import thorough
@@ -725,3 +725,21 @@ def test_a_loss_annealed_between_steps_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"loss: 'beta' was changed after hg.compile from 1.0 to 0.5.*batch fields"):
         exe.step(batch)
     exe.close()
+
+
+def test_tensors_of_every_layout_have_a_state() -> None:
+    numbers = torch.randn(4)
+    kinds = {
+        "sparse": torch.eye(3).to_sparse(),
+        "sparse rows": torch.eye(3).to_sparse_csr(),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "negative": torch._neg_view(numbers),
+        "quantized": torch.quantize_per_tensor(numbers, 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([numbers, numbers[:2]]),
+        "empty": torch.empty(0),
+        "8 bits": torch.zeros(3, dtype=torch.float8_e4m3fn),
+    }
+    assert {kind: _state(tensor) == _state(tensor) for kind, tensor in kinds.items()} == dict.fromkeys(kinds, True)
+    before = _state(numbers)
+    numbers.data[1] += 1
+    assert _state(numbers) != before
