@@ -83,10 +83,12 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
         remedy = (
-            "register this tensor with register_buffer (and its module in an nn.ModuleList), or create it in forward "
-            "with device=x.device"
+            "register this tensor with register_buffer (its module in an nn.ModuleList; a loss may be a module), or "
+            "create it in forward with device=x.device"
         )
-        return Unsupported(f"forward computes with {named}, which would stay on the CPU", where=where, remedy=remedy)
+        return Unsupported(
+            f"forward or loss computes with {named}, which would stay on the CPU", where=where, remedy=remedy
+        )
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",

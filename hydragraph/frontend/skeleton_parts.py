@@ -30,8 +30,8 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
     tensors = {placeholder: name for kind in names for placeholder, name in kind.items()}
     constant = next((n for n in placeholders if n.name not in tensors), None)
     if constant is not None:
-        remedy = "register this tensor as a buffer in the module's __init__"
-        raise Unsupported(f"forward creates a constant tensor ({constant.name})", where=where, remedy=remedy)
+        remedy = "register this tensor as a buffer in the module's __init__ (a loss may be a module)"
+        raise Unsupported(f"forward or loss creates a constant tensor ({constant.name})", where=where, remedy=remedy)
     # Callers rely on the order of parameters, buffers and inputs.
     groups = [[n for n in placeholders if n.users and n.name in kind] for kind in names]
     in_template = [tuple(tensors[n.name] for n in group) for group in groups]

@@ -81,6 +81,7 @@ def test_the_name_is_a_hash_of_the_text_and_the_shapes() -> None:
 
 def test_constants_made_in_the_forward_are_refused() -> None:
     with pytest.raises(
-        Unsupported, match=r"layer.3: forward creates a constant tensor \(b_1\); register this tensor as a buffer"
+        Unsupported,
+        match=r"layer.3: forward or loss creates a constant tensor \(b_1\); register this tensor as a buffer",
     ):
         template(whole(), where="layer.3", buffers={})
