@@ -12,7 +12,7 @@ from hydragraph.commands.train import train_rank
 from hydragraph.engine.executable import Executable
 from hydragraph.train.config import TrainConfig
 
-MARK = "killed"  # a file beside the run's folder that lists its processes
+MARK = "killed"  # file beside the run's folder, a list of its processes
 
 
 def killed_once(rank: int, steps: int, config: TrainConfig, *arguments: Any) -> Any:

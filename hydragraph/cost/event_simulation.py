@@ -1,6 +1,6 @@
 """Event simulation of each actor's instructions: when they begin and end.
 
-The clock is the time at which the last transfer ended (`cost.shared_ports`). A computation is timed as soon as the ends
+The clock is the end time of the last transfer (`cost.shared_ports`). A computation is timed as soon as the ends
 of its inputs are known, even if they are later than the clock. No event begins earlier than the clock.
 
     a, b    actors, by number (`cost.actors`)

@@ -68,7 +68,7 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the index in a rank's work from which waiting for pushes delays no other rank.
+    """Return the first index in a rank's work where waiting for pushes delays no other rank.
 
     On later stages, return the end of the work, because not all ranks of a stage send.
     """

@@ -289,7 +289,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the earliest time at which `pipelines` pipelines have ended."""
+    """Return the earliest time when `pipelines` pipelines have ended."""
     horizon = -np.inf
     within = 0
     while within < pipelines:

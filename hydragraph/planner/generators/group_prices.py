@@ -81,7 +81,7 @@ class Prices:
         self.numbers = cache(self._rows)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return the factors by which messages increase the memory of weights and gradients, at the peak and the end.
+        """Return the memory of weights and gradients with messages relative to that without, at the peak and the end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
