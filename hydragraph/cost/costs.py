@@ -14,7 +14,8 @@ Formulas of the papers -> functions:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections
@@ -84,6 +85,17 @@ class Costs(Pricing):
         self._longest = LongestMicroBatch(self)
         self._fixed: dict[object, float] = {}
         self._simulated: dict[object, Timeline] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:  # caches stay behind
+        made = partial(
+            Costs,
+            home=self.home,
+            blocks=self._given_blocks,
+            state_bytes=self.state_bytes,
+            corrections=self.corrections,
+            push_itemsize=self.push_itemsize,
+        )
+        return made, (self.profile, self.cluster, self.health)
 
     def changed(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -460,3 +461,13 @@ def test_a_simulation_is_computed_once_for_equal_costs() -> None:
     assert some.changed(home=hg.Home((2.0, 1.0))).simulate(strategy, assignments[-1]) is not timelines[-1]
     slower = owned[0].changed(health=hg.Health({1: 2.0})).simulate(strategy, assignments[-1])
     assert slower.seconds > timelines[-1].seconds
+
+
+def test_costs_can_be_sent_to_another_process() -> None:
+    strategy = Strategy.parse("<[0]x4> + <[2]x2,[1]x2>", layers=4)
+    assignment = Assignment.even((2, 2), 256)
+    here = costs(4, mixed(), hg.Health({1: 2.0})).changed(home=hg.Home([2, 1, 1, 1]), push_itemsize=2)
+    seconds = here.seconds(strategy, assignment)
+    there = pickle.loads(pickle.dumps(here))
+    assert there.seconds(strategy, assignment) == seconds
+    assert (there.home, there.health, there.push_itemsize) == (here.home, here.health, 2)
