@@ -28,13 +28,19 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES
 from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
 from hydragraph.engine.discovery import Discovered, discover
-from hydragraph.engine.profile_cache import ALONE, profile_key, recall_profile, remember_profile
+from hydragraph.engine.profile_cache import (
+    CachedProfile,
+    equally_changed,
+    profile_key,
+    recall_profile,
+    remember_profile,
+)
 from hydragraph.ir.hidden_state import hidden_size
 from hydragraph.ir.program import Program
 from hydragraph.log import doing
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
-from hydragraph.runtime.device_reports import ALIKE, report_devices, types_of
+from hydragraph.runtime.device_reports import report_devices, types_of
 from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure_types
 from hydragraph.runtime.supported_optimizers import OptimizerFactory, state_bytes
@@ -195,9 +201,10 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
     schemes = tuple((tp, 1) for tp in degrees)
-    settings = MeasureSettings(schemes, tuple(kinds) if more else (), _longest(subject.program, found, planning))
+    required = max([LEAST_TOKENS, *(n for batch in planning.lengths or () for n in batch)])
+    settings = MeasureSettings(schemes, tuple(kinds) if more else (), _longest(subject.program, found, required))
     began = time.monotonic()
-    keys = _keys(subject, found, settings)
+    keys = _keys(subject, found, settings, required)
     recalled = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
     if recalled is not None:
         profile, types = recalled
@@ -242,13 +249,10 @@ def _of_first(groups: Groups, value: T) -> T:
     return cast("T", first[0])
 
 
-def _longest(program: Program, found: Discovered, planning: Planning) -> int:
-    sequence = max(n for batch in planning.lengths or () for n in batch)
+def _longest(program: Program, found: Discovered, required: int) -> int:
     slowest = min(report.flops_per_s for report in found.reports)
     block = max(bucket.size for bucket in program.buckets)
-    affordable = int(BLOCK_S * slowest / (6 * block))
-    rounded = 1 << max(0, affordable.bit_length() - 1)  # the cache is keyed by this length, and measured speeds vary
-    return max(sequence, LEAST_TOKENS, min(4 * hidden_size(program), rounded))
+    return max(required, min(4 * hidden_size(program), int(BLOCK_S * slowest / (6 * block))))
 
 
 def _degrees(program: Program, most: int) -> tuple[int, ...]:
@@ -264,11 +268,11 @@ class _Keys:
     own: str
 
 
-def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> list[_Keys]:
+def _keys(subject: Subject, found: Discovered, settings: MeasureSettings, required: int) -> list[_Keys]:
     program = subject.program
     kinds = tuple(kind.text for kind in settings.every_kind)
     model = (program.fingerprint, program.origin, str(program.dtype), subject.model.backend)
-    others = (*model, kinds, settings.longest)
+    others = (*model, kinds, required)
     together = Counter(found.places)
     nodes = [report.node for report in found.reports]
     keys = []
@@ -280,21 +284,23 @@ def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> lis
 
 
 def _recalled(keys: Sequence[_Keys], found: Discovered) -> tuple[Profile, tuple[str, ...]] | None:
-    least = ALONE if len(set(found.types)) == 1 else ALIKE
-    shared: dict[str, Profile | None] = {}
-    profiles: dict[str, Profile] = {}
-    types = []
+    shared: dict[str, CachedProfile | None] = {}
+    devices = []
     for key, report, name in zip(keys, found.reports, found.types, strict=True):
-        profile = recall_profile(key.own, report, least=least)
-        if profile is None:
+        device = recall_profile(key.own, report)
+        if device is None:
             if name not in shared:
-                shared[name] = recall_profile(key.shared, report, name, least)
-            profile = shared[name]
-        if profile is None:
+                shared[name] = recall_profile(key.shared, report, name)
+            device = shared[name]
+        if device is None:
             return None
-        types.append(profile.type)
-        profiles.setdefault(profile.type, profile)
-    return Profile.merge([*profiles.values()]), tuple(types)
+        devices.append(device)
+    if not equally_changed(devices):
+        return None
+    profiles: dict[str, Profile] = {}
+    for device in devices:
+        profiles.setdefault(device.profile.type, device.profile)
+    return Profile.merge([*profiles.values()]), tuple(device.profile.type for device in devices)
 
 
 def _remember(keys: Sequence[_Keys], found: Discovered, profile: Profile, types: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""Cache of measured profiles; a device whose speed has changed much is measured again."""
+"""Cache of measured profiles.
+
+Devices are measured again if their speeds, relative to each other, have changed much.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Minimum ratio of the stored and the current speed with one type of device. Probes of the same CPU differ by up to a
-# quarter, and a run compares expected with measured times.
-ALONE = 0.5
+# Minimum ratio of a device's slower to its faster speed, of the stored and the current one. The same CPU may be half as
+# fast at another start, and runs compare expected with measured times.
+UNCHANGED = 0.5
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,25 +40,44 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def recall_profile(key: str, report: DeviceReport, type_: str | None = None, least: float = ALIKE) -> Profile | None:
-    """Return the stored profile of a device of similar speed (slower / faster is at least `least`), if any."""
-    best: tuple[float, Path] | None = None
+@dataclass(frozen=True)
+class CachedProfile:
+    """A stored profile.
+
+    Attributes:
+        speedup: current speed of the device / its speed when the profile was measured.
+    """
+
+    profile: Profile
+    speedup: float
+
+
+def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> CachedProfile | None:
+    """Return the stored profile whose speed is closest to the device's, if one is within a factor of `UNCHANGED`."""
+    best: tuple[float, float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
-            then = float(path.stem.rpartition("-")[2])
-        except ValueError:
+            speedup = report.products_per_s / float(path.stem.rpartition("-")[2])
+        except (ValueError, ZeroDivisionError):
             continue
-        ratio = min(then, report.products_per_s) / max(then, report.products_per_s)
-        if ratio >= least and (best is None or ratio > best[0]):
-            best = ratio, path
+        ratio = min(speedup, 1 / speedup)
+        if ratio >= UNCHANGED and (best is None or ratio > best[0]):
+            best = ratio, speedup, path
     if best is None:
         return None
+    _, speedup, path = best
     try:
-        profile = Profile.load(best[1])
-        return profile if type_ is None else replace(profile, type=type_)
+        profile = Profile.load(path)
     except (ValueError, OSError) as error:
-        _LOG.info("the cached profile %s is not readable, so the device is measured again: %s", best[1], error)
+        _LOG.info("the cached profile %s is not readable, so the device is measured again: %s", path, error)
         return None
+    return CachedProfile(profile if type_ is None else replace(profile, type=type_), speedup)
+
+
+def equally_changed(devices: Sequence[CachedProfile]) -> bool:
+    """Return whether the devices' current speeds have the same ratios, within `ALIKE`, as when they were measured."""
+    speedups = [device.speedup for device in devices]
+    return min(speedups) >= ALIKE * max(speedups)
 
 
 def remember_profile(key: str, report: DeviceReport, profile: Profile) -> None:

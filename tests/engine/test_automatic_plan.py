@@ -29,14 +29,17 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine import automatic_plan, profile_cache
 from hydragraph.engine.candidate_strategies import Planning
-from hydragraph.engine.discovery import Discovered, discover
+from hydragraph.engine.discovery import Discovered, cluster_of, discover
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.planner import plan as planning
+from hydragraph.runtime.device_reports import DeviceReport, types_of
+from hydragraph.runtime.link_measurement import MeasuredLinks
 from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure_types
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind
+from tests.cost import priced
 from tests.models import captured, llama, sequences
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -261,6 +264,31 @@ def test_types_divided_by_the_times_of_blocks_are_planned_and_cached(tmp_path: P
     groups.close()
 
 
+@pytest.mark.parametrize(("speeds", "recalled"), [((127.0, 55.0), True), ((100.0, 60.0), False)])
+def test_two_types_are_measured_again_only_if_their_ratio_has_changed(
+    speeds: tuple[float, float], recalled: bool, tmp_path: Path
+) -> None:
+    def starting(*products_per_s: float) -> Discovered:
+        reports = tuple(
+            DeviceReport(f"n{i}", f"h{i}", "cpu", 10**9, per_s, 1e9, 1e9, 1, "", ())
+            for i, per_s in enumerate(products_per_s)
+        )
+        network = (Interconnect(1e9, 1e-5),) * 2
+        links = MeasuredLinks((None, None), network, network, (1, 1))
+        return Discovered(reports, types := types_of(reports), links, cluster_of(reports, types, links))
+
+    first, later = starting(102.0, 38.0), starting(*speeds)
+    keys = [automatic_plan._Keys("shared", f"own{rank}") for rank in range(2)]
+    profile = Profile.merge([replace(priced.profile(2), type=name) for name in first.types])
+    with mock.patch.object(profile_cache, "folder", return_value=tmp_path):
+        automatic_plan._remember(keys, first, profile, first.types)
+        found = automatic_plan._recalled(keys, later)
+    assert (found is not None) == recalled
+    if found is not None:
+        assert found[1] == later.types
+        assert {found[0].type, *(other.type for other in found[0].others)} == {*later.types}
+
+
 @pytest.mark.parametrize(("full", "tries"), [(0.5, [False]), (0.9, [False, True])])
 def test_recomputation_is_measured_if_the_plan_fills_a_device(full: float, tries: list[bool]) -> None:
     program, model = captured("llama")
@@ -289,17 +317,16 @@ def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:
     exe.close()
 
 
-def test_the_longest_measured_micro_batch_is_the_same_for_speeds_that_differ_little() -> None:
+def test_the_longest_measured_micro_batch_takes_at_most_a_second_unless_sequences_are_longer() -> None:
     program, _ = captured("llama")
     block = max(bucket.size for bucket in program.buckets)
-    planning = Planning(lengths=[[64]])
-    with mock.patch.multiple(automatic_plan, LEAST_TOKENS=16, hidden_size=lambda _: 8192):
-        found: list[Any] = [
-            SimpleNamespace(reports=[SimpleNamespace(flops_per_s=6.0 * block * tokens)])
-            for tokens in (0, 2100, 2900, 4000, 4100, 10**6)
-        ]
-        lengths = [automatic_plan._longest(program, each, planning) for each in found]
-    assert lengths == [64, 2048, 2048, 2048, 4096, 32768]
+
+    def longest(tokens_per_s: float) -> int:
+        found: Any = SimpleNamespace(reports=[SimpleNamespace(flops_per_s=6.0 * block * tokens_per_s)])
+        return automatic_plan._longest(program, found, required=64)
+
+    with mock.patch.object(automatic_plan, "hidden_size", return_value=8192):
+        assert [longest(tokens) for tokens in (0, 2100, 10**6)] == [64, 2100, 32768]
 
 
 @thorough

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hydragraph.engine import profile_cache
-from hydragraph.engine.profile_cache import ALONE, profile_key, recall_profile, remember_profile
+from hydragraph.engine.profile_cache import (
+    UNCHANGED,
+    CachedProfile,
+    equally_changed,
+    profile_key,
+    recall_profile,
+    remember_profile,
+)
 from hydragraph.runtime.device_reports import DeviceReport
 from tests.cost import priced
 
@@ -24,22 +31,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_device_of_the_same_speed_gets_what_was_measured() -> None:
     profile = priced.profile(2, "fast")
     remember_profile("key", ONE, profile)
-    assert recall_profile("key", replace(ONE, products_per_s=93.0), "fast") == profile
-    assert recall_profile("key", ONE, "a100") == replace(profile, type="a100")
+    assert recall_profile("key", replace(ONE, products_per_s=93.0), "fast") == CachedProfile(profile, 0.93)
+    assert recall_profile("key", ONE, "a100") == CachedProfile(replace(profile, type="a100"), 1.0)
     assert recall_profile("other", ONE, "fast") is None
 
 
-def test_a_slowed_device_among_others_is_measured_again() -> None:
+def test_the_profile_of_the_closest_speed_is_recalled() -> None:
     profile = priced.profile(2, "fast")
     remember_profile("key", ONE, profile)
     slowed = replace(ONE, products_per_s=60.0)
-    assert recall_profile("key", slowed, "fast") is None
-    assert recall_profile("key", slowed, "fast", ALONE) == profile
-    assert recall_profile("key", replace(ONE, products_per_s=49.0), "fast", ALONE) is None
+    assert recall_profile("key", slowed, "fast") == CachedProfile(profile, 0.6)
     remember_profile("key", slowed, replace(profile, name="slowed"))
-    found = recall_profile("key", slowed, "fast")
+    found = recall_profile("key", replace(ONE, products_per_s=70.0), "fast")
     assert found is not None
-    assert found.name == "slowed"
+    assert found.profile.name == "slowed"
+
+
+def test_a_device_of_half_or_twice_the_speed_is_measured_again() -> None:
+    remember_profile("key", ONE, priced.profile(2))
+    for factor, recalled in ((0.9 * UNCHANGED, False), (UNCHANGED, True), (1 / UNCHANGED, True), (2.2, False)):
+        device = recall_profile("key", replace(ONE, products_per_s=factor * ONE.products_per_s))
+        assert (device is not None) == recalled
+
+
+def test_only_relative_changes_of_speed_matter_among_several_devices() -> None:
+    profile = priced.profile(2)
+
+    def unchanged(*speedups: float) -> bool:
+        return equally_changed([CachedProfile(profile, speedup) for speedup in speedups])
+
+    assert unchanged(0.6)
+    assert unchanged(1.25, 1.45)  # a busy host at the first start
+    assert not unchanged(1.0, 0.6, 1.0)
+    assert not unchanged(0.8, 1.1)
 
 
 def test_a_file_that_is_not_readable_counts_as_none(folder: Path) -> None:
