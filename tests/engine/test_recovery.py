@@ -276,11 +276,11 @@ def test_a_spare_steps_in(prepared: Ready, smooth: Mapping[int, float]) -> None:
     same(told, smooth)
 
 
-@pytest.mark.parametrize("unborn", first([(0, 2)], [(0, 2), (1,)]))
+@pytest.mark.parametrize("unborn", first([[0, 2]], [[0, 2], [1]]), ids=str)
 def test_ranks_that_are_lost_before_any_state_exists_are_not_needed(
-    prepared: Ready, smooth: Mapping[int, float], unborn: tuple[int, ...]
+    prepared: Ready, smooth: Mapping[int, float], unborn: list[int]
 ) -> None:
-    told = run(prepared, Plan(unborn=Unborn(unborn)), ALONE)
+    told = run(prepared, Plan(unborn=Unborn(tuple(unborn))), ALONE)
     assert len(told) == 3 - len(unborn)
     same(told, smooth)
 

@@ -7,9 +7,8 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from hydragraph.cluster.rendezvous.member import CALLED
 from hydragraph.engine.session import RanksCompared, Session
 from hydragraph.engine.step_agreement import Promise
 from hydragraph.errors import RankFailure
+from hydragraph.ir.instruction import Instruction, Op
 from tests.models import sequences
 from tests.own_models import small
 from tests.ready import Ready, small_llama
@@ -204,8 +204,14 @@ def test_evaluations_and_scores_hear_a_request_to_stop() -> None:
 def killed(ready: Ready) -> str:
     """Lose a rank in its update, while the others are in the next step already, which has another program."""
     exe = ready.executable(STRATEGY, adamw)
-    assert exe.optimizer is not None
-    exe.optimizer.step = partial(dying, exe.optimizer.step, count(1), exe.rank)  # type: ignore[method-assign]
+    updates = count(1)
+
+    def dying(instruction: Instruction) -> None:
+        if instruction.op is Op.UPDATE and next(updates) == 3 and exe.rank == RANKS - 1:
+            time.sleep(0.5)  # until the others are in the next step
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    exe._session.executor.before = dying
     coming = batch(0)
     for step in range(4):
         now, coming = coming, batch(step + 1)
@@ -215,14 +221,6 @@ def killed(ready: Ready) -> str:
         except RankFailure as failure:
             return failure.instruction
     return "nobody was lost"
-
-
-def dying(update: Callable[[], Any], calls: Iterator[int], rank: int) -> Any:
-    """Update; the last rank kills itself in its third update."""
-    if next(calls) == 3 and rank == RANKS - 1:
-        time.sleep(0.5)  # until the others are in the next step
-        os.kill(os.getpid(), signal.SIGKILL)
-    return update()
 
 
 @thorough
