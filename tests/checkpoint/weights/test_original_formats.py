@@ -28,9 +28,14 @@ STREAMED = (
     *("deepseek_v4", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
     *("hrm_text", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna", "mellum", "mimo_v2_flash"),
     *("minimax", "minimax_m2", "mixtral", "nemotron_h", "olmo_hybrid", "olmoe", "phimoe", "qwen2_moe"),
-    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "solar_open"),
 )
-REFUSED = {"inkling2_text": "Interleave"}
+REFUSED = {
+    "inkling2_loop_text": "Inkling2LoopDequantizeExperts, Interleave",
+    "inkling2_text": "Interleave",
+    "lara_mini": "Split",
+    "sarvam_moe": "Split",
+}
 # Families whose tiny configuration has no experts, which alone are converted.
 DENSE = ("beam", "flint")
 SHOWN = ("mixtral", "qwen2_moe", "hrm_text", "inkling2_text")
