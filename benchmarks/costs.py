@@ -123,7 +123,7 @@ class Sailor:
             rows = {int(n): _expanded(each[str(tp)]) for n, each in tables.items() if str(tp) in each}
             sizes = [int(row[0]) for row in memory[tp]] if tp in memory else [int(row[0]) // tp for row in memory[1]]
             pieces[StageKind(tp)] = {
-                f"block {i}": BlockPiece.apart(
+                f"block {i}": BlockPiece(
                     Table.of({n * SEQUENCE: each[i][0] for n, each in rows.items()}),
                     Table.of({n * SEQUENCE: each[i][1] for n, each in rows.items()}),
                     parameters=size,
@@ -303,10 +303,10 @@ def big_profile(layers: int, hidden: int = 8192) -> Profile:
         forward = Constants(1e-11 / tp, 1e-6 / tp, 1e-5)
         vocabulary, layer = 128_000 * hidden // tp, 12 * hidden * hidden // tp
         return {
-            AUX: BlockPiece.apart(Constants(0.0, 0.0, 1e-6), Constants(0.0, 0.0, 0.0)),
-            "embed": BlockPiece.apart(Constants(0.0, 1e-9, 1e-5), Constants(0.0, 1e-9, 1e-5), parameters=vocabulary),
-            "layer": BlockPiece.apart(forward, forward.times(2), parameters=layer),
-            "head": BlockPiece.apart(forward, forward.times(2), parameters=vocabulary),
+            AUX: BlockPiece(Constants(0.0, 0.0, 1e-6), Constants(0.0, 0.0, 0.0)),
+            "embed": BlockPiece(Constants(0.0, 1e-9, 1e-5), Constants(0.0, 1e-9, 1e-5), parameters=vocabulary),
+            "layer": BlockPiece(forward, forward.times(2), parameters=layer),
+            "head": BlockPiece(forward, forward.times(2), parameters=vocabulary),
         }
 
     sizes = ModelSizes.rough((128_000 * hidden, *[12 * hidden * hidden] * layers, 128_000 * hidden), 2 * hidden, 2)

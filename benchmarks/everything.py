@@ -188,8 +188,7 @@ def slower(profile: Profile, rate: float, name: str) -> Profile:
     """Return what was measured, as a kind of device would have measured it that takes `rate` times as long."""
 
     def times(piece: BlockPiece) -> BlockPiece:
-        forward, backward = (None if c is None else c.times(rate) for c in (piece.forward, piece.backward))
-        return replace(piece, seconds=piece.seconds.times(rate), forward=forward, backward=backward)
+        return replace(piece, forward=piece.forward.times(rate), backward=piece.backward.times(rate))
 
     pieces = {kind: {block: times(piece) for block, piece in each.items()} for kind, each in profile.pieces.items()}
     schemes = {scheme: constants.times(rate) for scheme, constants in profile.schemes.items()}

@@ -70,7 +70,7 @@ from hydragraph.cost import datasheet as roofline
 from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.curves import Constants, Load
+from hydragraph.cost.curves import Load
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.ir.program import Program
@@ -191,9 +191,8 @@ class Otherwise:
 
         def changed(type_: str, kind: StageKind, piece: BlockPiece, hidden_bytes: int) -> BlockPiece:
             bytes_per_s = cluster.types[type_].memory_bytes_per_s
-            forward, backward = piece.parts(kind.recompute)
-            assert isinstance(forward, Constants)
-            assert isinstance(backward, Constants)
+            forward = piece.forward
+            backward = piece.backward
             if self.first_flash:
                 forward, backward = (replace(c, a=c.a / FIRST_FLASH) for c in (forward, backward))
             if self.scores and forward.a > 0:
@@ -222,7 +221,6 @@ class Otherwise:
                 piece,
                 forward=forward,
                 backward=backward,
-                seconds=Constants.sum([(1, forward), (1, backward)]),
                 reduced=reduced,  # type: ignore[arg-type]
                 during_sums=() if self.sums_wait or self.overlapped or self.context > 1 else piece.during_sums,
             )

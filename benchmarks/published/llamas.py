@@ -114,8 +114,8 @@ def with_blocks(profile: Profile) -> Profile:
         forward, backward = layer.times(FORWARD), layer.times(1 - FORWARD)
         nothing = Constants(0.0, 0.0, 0.0)
         pieces[StageKind(tp)] = {
-            "vocabulary": BlockPiece.apart(nothing, nothing, parameters=embedding // tp),
-            "layer": BlockPiece.apart(forward, backward, parameters=layer_elements(profile) // tp),
+            "vocabulary": BlockPiece(nothing, nothing, parameters=embedding // tp),
+            "layer": BlockPiece(forward, backward, parameters=layer_elements(profile) // tp),
         }
     sizes = (embedding, *[layer_elements(profile)] * model.layers, embedding)
     return replace(

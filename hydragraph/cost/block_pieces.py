@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hydragraph.cost.curves import Constants as Constants
 
@@ -18,17 +17,17 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class MemoryLines:
-    """Memory of one compiled block, as linear functions (bytes, bytes per token) of a micro-batch's tokens.
+    """Memory of one block, as linear functions (bytes, bytes per token) of a micro-batch's tokens.
 
     Attributes:
         output, saved, forward, backward, keeps: as in `cost.footprint.Footprint`.
         added: whether matrix products accumulate weight gradients in place.
     """
 
-    output: tuple[float, float]
-    saved: tuple[float, float]
-    forward: tuple[float, float]
-    backward: tuple[float, float]
+    output: tuple[float, float] = (0.0, 0.0)
+    saved: tuple[float, float] = (0.0, 0.0)
+    forward: tuple[float, float] = (0.0, 0.0)
+    backward: tuple[float, float] = (0.0, 0.0)
     keeps: tuple[str, ...] = ()
     added: bool = False
 
@@ -38,47 +37,24 @@ class BlockPiece:
     """Cost and memory of one block on a rank, in one kind of stage.
 
     Attributes:
-        seconds: seconds of forward and backward together.
+        forward, backward: seconds, without tensor-parallel sums.
         parameters: parameter elements on the rank.
-        kept: bytes per token that the forward saves for the backward.
-        working: temporary bytes per token.
-        fixed: temporary bytes that do not depend on the tokens.
         frozen: parameter elements without gradient.
-        forward, backward: separate curves; None: the forward takes a third of `seconds`, a quarter with recomputation.
-        reduced: number of hidden states that the tensor-parallel ranks sum in (forward, backward); `seconds` excludes
-            these sums.
+        reduced: number of hidden states that the tensor-parallel ranks sum in (forward, backward).
         during_sums: for each of these sums in the backward, seconds per token of the weight gradients computed
             during it (`passes/overlap_collectives.py`).
         before_sums: for each sum (forward first), seconds per token of the matrix product before it; 0: none.
+        held: memory; None: unknown.
     """
 
-    seconds: Constants
+    forward: Constants
+    backward: Constants
     parameters: int = 0
-    kept: float = 0.0
-    working: float = 0.0
-    fixed: float = 0.0
     frozen: int = 0
-    forward: Constants | None = None
-    backward: Constants | None = None
     reduced: tuple[int, int] = (0, 0)
     during_sums: tuple[float, ...] = ()
     before_sums: tuple[float, ...] = ()
     held: MemoryLines | None = None
-
-    @classmethod
-    def apart(cls, forward: Constants, backward: Constants, **sizes: Any) -> BlockPiece:
-        return cls(Constants.sum([(1, forward), (1, backward)]), **sizes, forward=forward, backward=backward)
-
-    @property
-    def forward_only(self) -> Constants:
-        """Forward curve of a piece that has no backward."""
-        return self.forward if self.forward is not None else self.seconds
-
-    def parts(self, recompute: bool | float) -> tuple[Constants, Constants]:
-        if self.forward is not None and self.backward is not None:
-            return self.forward, self.backward
-        part = 1 / 4 if recompute else 1 / 3
-        return self.seconds.times(part), self.seconds.times(1 - part)
 
 
 @dataclass(frozen=True)

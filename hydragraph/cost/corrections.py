@@ -22,11 +22,9 @@ from statistics import median, median_low
 from typing import Any
 
 from hydragraph.cost.accounts import CAUSES, TimeKind
-from hydragraph.cost.block_pieces import AUX, BlockPiece
-from hydragraph.cost.curves import Constants
+from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
-from hydragraph.spec.stage_kind import StageKind
 
 LEAST = 5  # samples; a rank with fewer is ignored
 WINDOW = 64  # maximum samples to keep
@@ -154,7 +152,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     ahead = factors[TimeKind.FORWARD]
     back = factors[TimeKind.BACKWARD]
     pieces = {
-        kind: {name: _corrected(name, piece, kind, ahead, back) for name, piece in of_kind.items()}
+        kind: {name: _corrected(piece, ahead, back) for name, piece in of_kind.items()}
         for kind, of_kind in profile.pieces.items()
     }
     update = profile.update
@@ -173,13 +171,13 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     )
 
 
-def _corrected(name: str, piece: BlockPiece, kind: StageKind, ahead: float, back: float) -> BlockPiece:
-    if name == AUX:
-        forward = piece.forward.times(ahead) if piece.forward is not None else None
-        return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)
-    one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))
-    together = Constants.sum([(1, one), (1, two)])
+def _corrected(piece: BlockPiece, ahead: float, back: float) -> BlockPiece:
     sums = piece.reduced[0]
     before = (*(ahead * s for s in piece.before_sums[:sums]), *(back * s for s in piece.before_sums[sums:]))
-    during = tuple(back * s for s in piece.during_sums)
-    return replace(piece, seconds=together, forward=one, backward=two, before_sums=before, during_sums=during)
+    return replace(
+        piece,
+        forward=piece.forward.times(ahead),
+        backward=piece.backward.times(back),
+        before_sums=before,
+        during_sums=tuple(back * s for s in piece.during_sums),
+    )

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from hydragraph.cost.accounts import TimeKind
-from hydragraph.cost.block_pieces import AUX
+from hydragraph.cost.block_pieces import AUX, BlockPiece
+from hydragraph.cost.curves import ZERO
 from hydragraph.cost.exchanges import elements_sent, transfers
 from hydragraph.cost.instruction_work import NOTHING
 from hydragraph.cost.pricing import Pricing, micro_batches_of, ring_pairs
@@ -82,11 +83,9 @@ class CostedWork:
     def _seconds(self, type_: str, kind: StageKind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
         key = (type_, kind, template, op, lengths)
         if key not in self._curve_seconds:
-            pieces = self._costs.pieces(type_, kind)
-            if template != AUX:
-                self._curve_seconds[key] = pieces[template].parts(kind.recompute)[op is Op.BACKWARD].seconds(lengths)
-            else:
-                self._curve_seconds[key] = pieces[AUX].forward_only.seconds(lengths) if AUX in pieces else 0.0
+            # A model may have no auxiliary values.
+            piece = self._costs.pieces(type_, kind).get(template, BlockPiece(ZERO, ZERO))
+            self._curve_seconds[key] = (piece.backward if op is Op.BACKWARD else piece.forward).seconds(lengths)
         return self._curve_seconds[key]
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:

@@ -81,6 +81,9 @@ class Constants:
         return cls(a, b, c, total(nears))
 
 
+ZERO = Constants(0.0, 0.0, 0.0)
+
+
 def curve_record(curve: Constants) -> dict[str, Any]:
     record: dict[str, Any] = {"a": curve.a, "b": curve.b, "c": curve.c}
     if curve.near:

@@ -18,9 +18,8 @@ from torch import fx
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, MemoryLines, PricedDevice
 from hydragraph.cost.compiled_blocks import VariantOf
-from hydragraph.cost.curves import Constants
-from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.graph_footprint import held_by, made_bytes
+from hydragraph.cost.curves import ZERO, Constants
+from hydragraph.cost.graph_footprint import aux_lines, held_by
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.reach import WHOLE, Reach, ordered
@@ -104,10 +103,9 @@ def _of_type(
     rates = _Rates(kind.flops_per_s * most, kind.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
     what = f"{most:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s"
     representatives = {block.template: block for block in program.blocks}
-    shared = made_bytes(program.templates[program.aux.template].graph, MicroBatch(1024, 1)) / 1024
     pieces = {
         stage_kind: {
-            AUX: replace(BlockPiece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)), kept=shared),
+            AUX: BlockPiece(ZERO, ZERO, held=aux_lines(program)),
             **{
                 template: replace(_piece(program, block, stage_kind, rates), held=_held(block, stage_kind, compiled))
                 for template, block in representatives.items()
@@ -190,10 +188,10 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
     b = rates.products(work.products)
     c = rates.fixed(work.products)
     forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
-    again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
+    again = forward if kind.recompute else ZERO
     idle = Constants(0.0, rates.products(work.frozen_products), rates.fixed(work.frozen_products))
     backward = Constants.sum([(2, forward), (-1, idle), (1, again)])
-    return BlockPiece.apart(
+    return BlockPiece(
         forward,
         backward,
         parameters=work.parameters,

@@ -17,6 +17,7 @@ from torch import fx
 from hydragraph.cost.block_pieces import MemoryLines
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
 from hydragraph.ir.graph_data import storages_of, value_of
+from hydragraph.ir.program import Program
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collective_operators import METHODS
 from hydragraph.passes.differentiate import Variant, saved_names
@@ -108,6 +109,12 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
         tuple(sorted(one.keeps)),
         bool(variant.added),
     )
+
+
+def aux_lines(program: Program) -> MemoryLines:
+    """Return the memory of the values that all blocks share, such as rotary tables."""
+    graph = program.templates[program.aux.template].graph
+    return MemoryLines(output=(0.0, made_bytes(graph, MicroBatch(1024, 1)) / 1024))
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:

@@ -26,23 +26,8 @@ def within_budget(
 
 
 def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) -> BlockPiece:
-    forward, before = plain.parts(False)
-    _, after = full.parts(True)
-    memory_lines = None if plain.held is None or full.held is None else _held(plain.held, full.held, budget)
-    kept = full.kept + budget * (plain.kept - full.kept)
-    return BlockPiece.apart(
-        forward,
-        _between(before, after, share),
-        parameters=plain.parameters,
-        kept=kept,
-        working=max(plain.working, full.working),
-        fixed=max(plain.fixed, full.fixed),
-        frozen=plain.frozen,
-        reduced=plain.reduced,
-        during_sums=plain.during_sums,
-        before_sums=plain.before_sums,
-        held=memory_lines,
-    )
+    held = None if plain.held is None or full.held is None else _held(plain.held, full.held, budget)
+    return replace(plain, backward=_between(plain.backward, full.backward, share), held=held)
 
 
 def _between(before: Constants, after: Constants, share: float) -> Constants:

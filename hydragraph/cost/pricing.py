@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise, zip_longest
 from hydragraph.cost.accounts import TRANSFERS, TimeKind
 from hydragraph.cost.block_pieces import AUX, BlockPiece
 from hydragraph.cost.corrections import Corrections, corrected
-from hydragraph.cost.curves import Constants
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
@@ -200,11 +199,9 @@ class Pricing:
         learning = Counter(self.profile.blocks[slice(*self._learning(span))])
         for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
             pieces = self.pieces(name, kind)
-            curves = {t: pieces[t].parts(kind.recompute) for t in counts}
-            forward: list[tuple[float, Constants]] = [(rate * n, curves[t][0]) for t, n in counts.items()]
-            forwards.append(tuple(forward))
-            backwards.append(tuple((rate * n, curves[t][1]) for t, n in learning.items()))
-            aux.append(((rate, pieces[AUX].forward_only),) if AUX in pieces else ())
+            forwards.append(tuple((rate * n, pieces[t].forward) for t, n in counts.items()))
+            backwards.append(tuple((rate * n, pieces[t].backward) for t, n in learning.items()))
+            aux.append(((rate, pieces[AUX].forward),) if AUX in pieces else ())
         ahead = back = None
         if following is not None:
             ahead = self.hop(stage, following)

@@ -36,7 +36,8 @@ class ProfileBlocks:
         self._profile = profile
         self._pieces = pieces
         by_kind = profile.of(types[0]).pieces.values()
-        self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
+        held = next((pieces[AUX].held for pieces in by_kind if AUX in pieces), None)
+        self._aux_bytes = held.output[1] if held else 0.0
 
     def _piece(self, block: str, part: StagePart) -> BlockPiece:
         # Some kinds of stage may not be measured on every type.
@@ -49,11 +50,9 @@ class ProfileBlocks:
         tokens = batch.tokens
         lines = piece.held
         gradients = 0 if lines and lines.added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        if lines is None:  # older profiles have only `kept`, `working` and `fixed`
+        if lines is None:
             output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens
-            kept = max(0, round(piece.kept * tokens) - output)
-            working = round(piece.fixed + piece.working * tokens)
-            return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)
+            return Footprint(output, 0, frozenset(), output, 0, gradients)
         output, saved, forward, backward = (
             max(0, round(fixed + per_token * tokens))
             for fixed, per_token in (lines.output, lines.saved, lines.forward, lines.backward)

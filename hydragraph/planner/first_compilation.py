@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from hydragraph.cost import message_rounds
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.curves import ZERO
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.errors import StillCompiling
@@ -133,13 +134,11 @@ def _made_up() -> Costs:
 
 def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
     if name == AUX:
-        return BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0))
+        return BlockPiece(Constants(0.0, 1e-9, 1e-6), ZERO)
     forward = Constants(2e-9 if name == "layer" else 0.0, 3e-6 / kind.tp, 1e-4).times(factor)
     memory_lines = MemoryLines((0.0, 512.0), (64.0, 900.0 / kind.tp), (0.0, 2000.0 / kind.tp), (0.0, 2500.0 / kind.tp))
     count = 1000 if name == "layer" else 4000
-    return BlockPiece.apart(
-        forward, forward.times(2.0 + kind.recompute), parameters=count // kind.tp, kept=1400.0, held=memory_lines
-    )
+    return BlockPiece(forward, forward.times(2.0 + kind.recompute), count // kind.tp, held=memory_lines)
 
 
 if __name__ == "__main__":

@@ -172,13 +172,13 @@ class Measured:
 
     Attributes:
         piece: the template's sizes, without times.
-        forward: forward times, which `seconds` includes; empty if not measured.
+        forward: forward times, which `seconds` includes.
     """
 
     piece: BlockPiece
     seconds: tuple[float, ...]
+    forward: tuple[float, ...]
     reaches: frozenset[Reach]
-    forward: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def fit_profile(
         fit = measured.fit(blocks)
         fitted = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
         # `Costs` rejects layers whose attention takes no time.
-        noisy = [t for t, m in measured.times.items() if m.reaches and _hidden(fitted[t].seconds)]
+        noisy = [t for t, m in measured.times.items() if m.reaches and not _attends(fitted[t])]
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"
         elif noisy:
@@ -261,19 +261,15 @@ def fit_profile(
     )
 
 
-def _hidden(seconds: Constants) -> bool:
-    return not seconds.a and not seconds.near
+def _attends(piece: BlockPiece) -> bool:
+    return any(curve.a or curve.near for curve in (piece.forward, piece.backward))
 
 
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
-    if not measured.forward:
-        fit = fit_work(rows, measured.seconds, measured.reaches)
-        return replace(measured.piece, seconds=fit.constants)
     # Noise may make the backward's time negative.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
-    together = Constants.sum([(1, forward), (1, backward)])
-    return replace(measured.piece, seconds=together, forward=forward, backward=backward)
+    return replace(measured.piece, forward=forward, backward=backward)
 
 
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:

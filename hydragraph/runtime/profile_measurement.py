@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.cluster.communicators import Channel, Groups
-from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, PricedDevice
+from hydragraph.cost.curves import ZERO
 from hydragraph.cost.datasheet import reaches_of
-from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.graph_footprint import footprint, held_by
+from hydragraph.cost.graph_footprint import aux_lines, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.reach import Reach
@@ -382,6 +382,15 @@ def standard_error(seconds: Sequence[float]) -> float:
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
 
 
+def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
+    """Return the bytes per token that a block keeps, its temporary bytes per token, and its bytes at 0 tokens."""
+    assert piece.held is not None, "a measured block must have known memory"
+    lines = piece.held
+    constant, kept = map(sum, zip(lines.saved, lines.output, strict=True))
+    working = max(0.0, lines.forward[1] - kept, lines.backward[1])
+    return kept, working, max(0.0, constant, lines.forward[0] - constant, lines.backward[0])
+
+
 class _Bench:
     """Runner of templates in one kind of stage; ranks without a stage only take part in gathers."""
 
@@ -422,10 +431,9 @@ class _Bench:
         most = math.inf
         for block in blocks:
             piece = self._sizes(block)
-            free = (
-                device.memory - piece.fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
-            )
-            most = min(most, free / max(piece.kept + piece.working, 1e-9))
+            kept, working, fixed = _bytes_of(piece)
+            free = device.memory - fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
+            most = min(most, free / max(kept + working, 1e-9))
         limits: dict[str, float] = {}
         for place, own in zip(places, self._groups.gather(most), strict=True):
             limits[place.type] = min(own, limits.get(place.type, math.inf))
@@ -440,7 +448,7 @@ class _Bench:
     ) -> _Timing:
         """Return a block's timing; all ranks call this and the timing's methods."""
         aux = block is self._program.aux
-        piece = self._aux_sizes() if aux else self._sizes(block)
+        piece = BlockPiece(ZERO, ZERO, held=aux_lines(self._program)) if aux else self._sizes(block)
         stages: dict[str, list[tuple[int, ...]]] = {}
         for stage in self._stages:
             stages.setdefault(places[stage[0]].type, []).append(stage)
@@ -463,10 +471,11 @@ class _Bench:
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice, fitting: int) -> list[int]:
         weights = piece.parameters * (2 * 4 + device.itemsize)
+        kept, working, fixed = _bytes_of(piece)
         own = [CHAIN] * len(rows)
         for i, row in enumerate(rows[:fitting]):
-            left = device.memory - piece.fixed - sum(row) * piece.working
-            own[i] = int(left // max(weights + sum(row) * piece.kept, 1.0))
+            left = device.memory - fixed - sum(row) * working
+            own[i] = int(left // max(weights + sum(row) * kept, 1.0))
         least = [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
         return least[:fitting] + [0] * (len(rows) - fitting)
 
@@ -527,37 +536,12 @@ class _Bench:
 
         return run
 
-    def _aux_sizes(self) -> BlockPiece:
-        batch = self._batch((64 * self._parts,))
-        tokens = batch["input_ids"].shape[1]
-        values = [v for v in self._aux_values(batch) if v.dim() > 1 and v.shape[1] == tokens]
-        kept = sum(v.numel() * v.element_size() for v in values) / tokens
-        return BlockPiece(Constants(0.0, 0.0, 0.0), kept=kept)
-
     def _sizes(self, block: Block) -> BlockPiece:
-        variant = self._traced.get(block, self._part)
-        small = 1024 * self.kind.tp
-        large = 2048 * self.kind.tp
-        one, two = (footprint(variant, self._part, MicroBatch(n, 1)) for n in (small, large))
-
-        def line(first: int, second: int) -> tuple[float, float]:
-            slope = (second - first) / (large - small)
-            return slope, first - slope * small
-
-        kept, constant = line(one.saved + one.output, two.saved + two.output)
-        forward = line(one.forward - one.saved - one.output, two.forward - two.saved - two.output)
-        backward = line(one.backward, two.backward)
         names = local_parameters(self._program, block, self._program.templates[block.template])
         sizes = {p.name: math.prod(p.local_shape(self.kind.tp, self._part.index)) for p in names.values()}
-        return BlockPiece(
-            Constants(0.0, 0.0, 0.0),
-            sum(sizes.values()),
-            max(0.0, kept),
-            max(0.0, forward[0], backward[0]),
-            max(0.0, constant, forward[1], backward[1]),
-            sum(size for name, size in sizes.items() if name not in self._program.learning),
-            held=held_by(variant, self._part),
-        )
+        frozen = sum(size for name, size in sizes.items() if name not in self._program.learning)
+        held = held_by(self._traced.get(block, self._part), self._part)
+        return BlockPiece(ZERO, ZERO, sum(sizes.values()), frozen, held=held)
 
     def _block_run(self, block: Block) -> _Run:
         template = self._program.templates[block.template]
@@ -668,13 +652,6 @@ class _Timing:
         seconds = tuple(median_of(row, sum) for row in rows)
         forward = tuple(median_of(row, lambda both: both[0]) for row in rows)
         sizes = [self.pieces[rank] for stage in stages for rank in stage]
-        largest = BlockPiece(
-            Constants(0.0, 0.0, 0.0),
-            max(p.parameters for p in sizes),
-            max(p.kept for p in sizes),
-            max(p.working for p in sizes),
-            max(p.fixed for p in sizes),
-            min(p.frozen for p in sizes),
-            held=next((p.held for p in sizes if p.held), None),
-        )
-        return Measured(largest, seconds, self.reaches, forward if max(forward, default=0.0) > 0 else ())
+        parameters = max(p.parameters for p in sizes)
+        largest = BlockPiece(ZERO, ZERO, parameters, min(p.frozen for p in sizes), held=sizes[0].held)
+        return Measured(largest, seconds, forward, self.reaches)

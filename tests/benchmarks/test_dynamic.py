@@ -26,7 +26,7 @@ from benchmarks.dynamic import (
     watched,
     within,
 )
-from hydragraph.cost.block_pieces import BlockPiece, Constants, PricedDevice
+from hydragraph.cost.block_pieces import BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.stage_kind import StageKind
@@ -42,7 +42,10 @@ def made_up(sizes: ModelSizes, blocks: tuple[str, ...]) -> Profile:
     def pieces(kind: StageKind) -> dict[str, BlockPiece]:
         seconds = Constants(1e-8, 1e-5, 1e-4 * kind.tp).times((1.3 if kind.recompute else 1.0) / kind.tp**0.5)
         kept = (400.0 if kind.recompute else 4000.0) / kind.tp
-        return {block: BlockPiece(seconds, parameters=ELEMENTS // 4 // kind.tp, kept=kept) for block in blocks}
+        held = MemoryLines(saved=(0.0, kept), forward=(0.0, kept))
+        part = 1 / 4 if kind.recompute else 1 / 3
+        piece = BlockPiece(seconds.times(part), seconds.times(1 - part), ELEMENTS // 4 // kind.tp, held=held)
+        return dict.fromkeys(blocks, piece)
 
     return Profile(
         "made up",

@@ -5,25 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import BlockPiece, Constants, PricedDevice
+from hydragraph.cost.block_pieces import BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.stage_kind import StageKind
 
+
+def piece(seconds: Constants, parameters: int, kept: float, working: float) -> BlockPiece:
+    """Return a block whose forward takes a third of these seconds, from the bytes that each token needs."""
+    held = MemoryLines(saved=(0.0, kept), forward=(0.0, kept + working), backward=(0.0, working))
+    return BlockPiece(seconds.times(1 / 3), seconds.times(1 - 1 / 3), parameters, held=held)
+
+
 PIECES = {
-    "embed": BlockPiece(Constants(0.0, 1e-7, 1e-4), 1000, 40.0, 10.0),
-    "layer": BlockPiece(Constants(1e-9, 2e-6, 3e-4), 500, 100.0, 30.0),
-    "head": BlockPiece(Constants(0.0, 4e-6, 2e-4), 1000, 20.0, 400.0),
+    "embed": piece(Constants(0.0, 1e-7, 1e-4), 1000, 40.0, 10.0),
+    "layer": piece(Constants(1e-9, 2e-6, 3e-4), 500, 100.0, 30.0),
+    "head": piece(Constants(0.0, 4e-6, 2e-4), 1000, 20.0, 400.0),
+}
+HALVES = {
+    "embed": piece(Constants(0.0, 1e-7 / 2, 1e-3), 1000, 40.0, 10.0),
+    "layer": piece(Constants(1e-9 / 2, 2e-6 / 2, 1e-3), 500, 100.0, 30.0),
+    "head": piece(Constants(0.0, 4e-6 / 2, 1e-3), 1000, 20.0, 400.0),
 }
 
 
 def measured(**changes: object) -> Profile:
-    half = {name: replace(p, seconds=Constants(p.seconds.a / 2, p.seconds.b / 2, 1e-3)) for name, p in PIECES.items()}
     base = Profile(
         "here",
         {(1, 1): Constants(1.0, 1.0, 1.0)},
         {1: 1000, 2: 1500},
         blocks=("embed", "layer", "layer", "layer", "layer", "head"),
-        pieces={StageKind(1): PIECES, StageKind(2): half},
+        pieces={StageKind(1): PIECES, StageKind(2): HALVES},
         device=PricedDevice("toy", 1e7, 4000, 4),
         limits={(1, 1): 77},
     )

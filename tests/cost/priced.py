@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.curves import ZERO
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
@@ -25,10 +26,10 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
             forward = Constants(a / tp, b / tp, c).times(slower)
             backward = forward.times(back + recompute)
             held = MemoryLines((0.0, HIDDEN), (64.0, 900.0 / tp), (0.0, 2000.0 / tp), (0.0, 2500.0 / tp))
-            return BlockPiece.apart(forward, backward, parameters=count // tp, kept=HIDDEN + 900.0 / tp, held=held)
+            return BlockPiece(forward, backward, count // tp, held=held)
 
         return {
-            AUX: BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0)),
+            AUX: BlockPiece(Constants(0.0, 1e-9, 1e-6), ZERO),
             "embed": piece(0.0, 1e-7, 1e-5, 2.2, 4 * elements),
             "layer": piece(2e-9, 3e-6, 2e-4, 2.2, elements),
             "head": piece(0.0, 4e-6, 1e-4, 1.7, 4 * elements),

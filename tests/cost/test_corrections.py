@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.accounts import TimeKind
-from hydragraph.cost.block_pieces import AUX
 from hydragraph.cost.corrections import BOUND, LEAST, WINDOW, Corrections, corrected
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.priced import profile
@@ -128,11 +127,9 @@ def test_a_profile_is_corrected_by_kind() -> None:
     assert corrected(before, Corrections()) is before
     for kind in (StageKind(1), StageKind(2, False, True)):
         for name, piece in before.pieces[kind].items():
-            one, two = piece.parts(kind.recompute)
-            first, second = after.pieces[kind][name].parts(kind.recompute)
-            assert first.seconds([100, 7]) == pytest.approx(1.5 * one.seconds([100, 7]))
-            if name != AUX:
-                assert second.seconds([100, 7]) == pytest.approx(0.5 * two.seconds([100, 7]))
+            found = after.pieces[kind][name]
+            assert found.forward.seconds([100, 7]) == pytest.approx(1.5 * piece.forward.seconds([100, 7]))
+            assert found.backward.seconds([100, 7]) == pytest.approx(0.5 * piece.backward.seconds([100, 7]))
     assert after.update == (2e-5, 2e-9)
     assert after.commit_s == pytest.approx(1.5e-4)
 

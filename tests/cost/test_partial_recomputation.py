@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import BlockPiece
+from hydragraph.cost.block_pieces import BlockPiece, MemoryLines
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants
@@ -65,11 +65,15 @@ def test_the_backward_lies_between_and_never_repeats_attention(
     a: float, b: float, c: float, budget: float, share: float
 ) -> None:
     forward = Constants(a, b, c)
-    plain, full = (BlockPiece.apart(forward, forward.times(times), kept=kept) for times, kept in ((2, 10.0), (3, 2.0)))
+    plain, full = (
+        BlockPiece(forward, forward.times(times), held=MemoryLines(saved=(1.0, kept)))
+        for times, kept in ((2, 10.0), (3, 0.0))
+    )
     found = within_budget({"layer": plain}, {"layer": full}, budget, {"layer": share})["layer"]
-    one, two = found.parts(budget)
-    assert one == forward
+    two = found.backward
+    assert found.forward == forward
     assert two.a == 2 * a
     assert two.b == pytest.approx((2 + share) * b)
     assert two.c == pytest.approx((2 + share) * c)
-    assert found.kept == pytest.approx(2 + 8 * budget)
+    assert found.held is not None
+    assert found.held.saved == pytest.approx((budget, 10 * budget))

@@ -45,7 +45,7 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
-    piece = BlockPiece.apart(
+    piece = BlockPiece(
         Constants(2e-9, 0.0, 1e-3),
         Constants(1e-9, 1e-6, 1e-3),
         parameters=7,

@@ -35,9 +35,8 @@ def profile_of(layers: int, type_: str, degrees: Sequence[int], recompute: bool,
         for name in ("embed", "head"):
             piece = pieces[name]
             held = piece.held if name == "embed" or piece.held is None else replace(piece.held, output=(4.0, 0.0))
-            both = (part.times(ends) if part else None for part in (piece.forward, piece.backward))
             size = round(ends * piece.parameters)
-            pieces[name] = BlockPiece.apart(*both, parameters=size, kept=piece.kept, held=held)  # type: ignore[arg-type]
+            pieces[name] = BlockPiece(piece.forward.times(ends), piece.backward.times(ends), size, held=held)
     outer = round(4000 * ends)
     return replace(made, pieces=kinds, sizes=ModelSizes.rough((outer, *[1000] * layers, outer), priced.HIDDEN, 4))
 

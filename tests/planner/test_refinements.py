@@ -152,7 +152,7 @@ def test_no_time_is_spent_after_the_deadline() -> None:
 def test_plans_sum_in_pieces_where_that_was_measured_as_faster(faster: float) -> None:
     profile = priced.profile(8, "fast")
     of = profile.pieces[StageKind(2)]
-    layer = replace(of["layer"], forward=of["layer"].forward_only.times(faster))  # type: ignore[union-attr]
+    layer = replace(of["layer"], forward=of["layer"].forward.times(faster))
     pieces = {StageKind(2): of, StageKind(2, sums_in_pieces=True): {**of, "layer": layer}}
     found = hg.plan(Costs(replace(profile, pieces=pieces), priced.cluster(4)), WORKLOAD, streaming=False)
     stages = [stage for pipeline in found.strategy.pipelines for stage in pipeline.stages]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.curves import ZERO
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.reach import WHOLE, Reach
 from hydragraph.runtime.profile_fitting import (
@@ -84,13 +85,16 @@ def test_a_model_with_windows_is_fitted_block_by_block() -> None:
     near = Constants(0.0, 2e-6, 3e-4, ((Reach(256), 1e-9),))
     plain = measurements(1.0)
     nothing = plain.times["layer"].piece
-    layer = Measured(nothing, tuple(near.seconds(row) for row in ROWS), frozenset({Reach(256)}))
+    times = tuple(near.seconds(row) for row in ROWS)
+    layer = Measured(nothing, times, tuple(t / 3 for t in times), frozenset({Reach(256)}))
     kinds = {StageKind(1): Measurements(ROWS, {**plain.times, "layer": layer})}
     profile = fit_profile("windows", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), kinds, [])
     assert not profile.failed
     assert not profile.unfit
-    assert profile.pieces[StageKind(1)]["layer"].seconds.seconds([60_000]) == pytest.approx(near.seconds([60_000]))
-    assert profile.pieces[StageKind(1)]["head"].seconds.near == ()
+    pieces = profile.pieces[StageKind(1)]
+    assert pieces["layer"].forward.seconds([60_000]) == pytest.approx(near.seconds([60_000]) / 3)
+    assert pieces["layer"].backward.seconds([60_000]) == pytest.approx(near.seconds([60_000]) * 2 / 3)
+    assert pieces["head"].forward.near == pieces["head"].backward.near == ()
     assert dict(profile.schemes[1, 1].near)[Reach(256)] == pytest.approx(4e-9)
 
 
@@ -174,9 +178,16 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
         exact = [sum(a * n * n * (not flat) + b * n for n in row) + c for row in rows]
         return tuple(scale * t for t in exact)
 
-    nothing = BlockPiece(Constants(0.0, 0.0, 0.0), parameters=10, kept=20.0)
+    nothing = BlockPiece(ZERO, ZERO, 10, held=MemoryLines(saved=(0.0, 20.0)))
     reaches = {"layer": frozenset({WHOLE})}
-    return Measurements(rows, {t: Measured(nothing, taken(*k), reaches.get(t, frozenset())) for t, k in TRUE.items()})
+    times = {t: taken(*k) for t, k in TRUE.items()}
+    return Measurements(
+        rows,
+        {
+            t: Measured(nothing, seconds, tuple(s / 3 for s in seconds), reaches.get(t, frozenset()))
+            for t, seconds in times.items()
+        },
+    )
 
 
 def fitted(**changes: Measurements) -> Profile:
@@ -213,8 +224,8 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
     # Noise of the head looks like attention, and the layers' is hidden: every stage has layers.
     times = dict(measurements(0.6).times)
     concave = tuple(sum(2e-6 * n - 1e-11 * n * n for n in row) + 3e-4 for row in ROWS)
-    times["head"] = replace(times["head"], seconds=tuple(5 * t for t in times["layer"].seconds))
-    times["layer"] = replace(times["layer"], seconds=concave)
+    for name, seconds in (("head", tuple(5 * t for t in times["layer"].seconds)), ("layer", concave)):
+        times[name] = replace(times[name], seconds=seconds, forward=tuple(t / 3 for t in seconds))
     hidden = fitted(two=Measurements(ROWS, times))
     assert "the fit of layer failed" in hidden.unfit[StageKind(2)]
     assert set(hidden.pieces) == {StageKind(1)}
