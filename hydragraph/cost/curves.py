@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import Any
@@ -82,17 +82,3 @@ class Constants:
 
 
 ZERO = Constants(0.0, 0.0, 0.0)
-
-
-def curve_record(curve: Constants) -> dict[str, Any]:
-    record: dict[str, Any] = {"a": curve.a, "b": curve.b, "c": curve.c}
-    if curve.near:
-        record["near"] = [{"window": r.window, "chunk": r.chunk, "seconds": pair_s} for r, pair_s in curve.near]
-    return record
-
-
-def read_constants(data: Mapping[str, Any]) -> Constants:
-    if not isinstance(data, Mapping):
-        raise ValueError("tables of measured seconds are not supported")
-    near = tuple((Reach(term["window"], term["chunk"]), term["seconds"]) for term in data.get("near", ()))
-    return Constants(**{**data, "near": near})

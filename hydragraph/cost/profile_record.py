@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import repeat
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydragraph.cost.block_pieces import Scheme
-from hydragraph.cost.curves import Constants, curve_record, read_constants
-from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.stage_kind import StageKind
+
+_hints_of = cache(get_type_hints)
 
 
 def saved(value: Any) -> Any:
     """Return a profile, or a value inside it, as JSON values."""
-    if isinstance(value, Constants):
-        return curve_record(value)
-    if isinstance(value, ModelSizes):
-        return value.to_record()
     if is_dataclass(value):
         return {field.name: saved(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -42,11 +40,7 @@ def loaded(hint: Any, data: Any) -> Any:
     if origin is tuple:
         items = parts if parts[-1] is not Ellipsis else repeat(parts[0])
         return tuple(loaded(item, entry) for item, entry in zip(items, data, strict=False))
-    if hint is Constants:
-        return read_constants(data)
-    if hint is ModelSizes:
-        return ModelSizes.from_record(data)
-    types = get_type_hints(hint)
+    types = _hints_of(hint)
     return hint(**{name: loaded(types[name], entry) for name, entry in data.items() if name in types})
 
 

@@ -151,13 +151,7 @@ class Program:
 
     @cached_property
     def outline(self) -> Outline:
-        return Outline(
-            blocks=tuple(b.name for b in self.blocks),
-            buckets=tuple((b.name, b.blocks) for b in self.buckets if b.blocks),
-            frozen=tuple(b.name for b in self.buckets if b.blocks and not b.learns),
-            elements=tuple(b.size for b in self.buckets if b.blocks),
-            window=self.window,
-        )
+        return Outline.of(tuple(b.name for b in self.blocks), self.buckets, self.window)
 
     @cached_property
     def learning(self) -> frozenset[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.value import bucket_of
 
 # "gradients" means "train" without the update; "evaluate" runs only forwards.
@@ -46,8 +47,19 @@ class Outline:
     elements: tuple[int, ...] = ()
     window: int | None = None
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, blocks: tuple[str, ...], buckets: Sequence[Bucket], window: int | None = None) -> Outline:
+        # Buckets without blocks are never pulled or pushed.
+        used = [bucket for bucket in buckets if bucket.blocks]
+        return cls(
+            blocks,
+            tuple((bucket.name, bucket.blocks) for bucket in used),
+            tuple(bucket.name for bucket in used if not bucket.learns),
+            tuple(bucket.size for bucket in used),
+            window,
+        )
 
+    def __post_init__(self) -> None:
         if len(self.blocks) < 2:
             raise ValueError(f"'blocks' is {self.blocks}: name at least two blocks, a first and a last")
         if "aux" in self.blocks:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from hydragraph.cost.curves import Constants, curve_record, read_constants
+from hydragraph.cost.curves import Constants
 from hydragraph.cost.reach import Reach
 
 CONSTANTS = Constants(1e-9, 2e-6, 3e-4)
@@ -29,14 +27,3 @@ def test_constants_with_windows_and_chunks_by_hand() -> None:
     assert WINDOWED.times(3).seconds([20, 7]) == pytest.approx(3 * WINDOWED.seconds([20, 7]))
     both = Constants.sum([(2, WINDOWED), (1, CONSTANTS)])
     assert both.seconds([20, 7]) == pytest.approx(2 * WINDOWED.seconds([20, 7]) + CONSTANTS.seconds([20, 7]))
-
-
-def test_curves_survive_as_json_and_older_constants_are_read() -> None:
-    for curve in (CONSTANTS, WINDOWED):
-        assert read_constants(json.loads(json.dumps(curve_record(curve)))) == curve
-    assert curve_record(CONSTANTS) == {"a": 1e-9, "b": 2e-6, "c": 3e-4}
-
-
-def test_tables_of_older_profiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="tables of measured seconds are not supported"):
-        read_constants([[1, 10, 1.0]])  # type: ignore[arg-type]

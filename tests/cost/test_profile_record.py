@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from hydragraph.cost.block_pieces import BlockPiece, MemoryLines
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.profile_record import saved
+from hydragraph.cost.reach import Reach
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.measured import PIECES, measured
@@ -30,6 +33,16 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
         Profile.load(tmp_path / "p.json")
 
 
+def test_a_file_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    record = json.loads(json.dumps(saved(measured())))
+    for pieces in record["pieces"].values():
+        for piece in pieces.values():
+            piece["seconds"] = piece.pop("forward")
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"p\.json: not a profile .*'forward'.*: write one with hydragraph profile"):
+        Profile.load(tmp_path / "p.json")
+
+
 def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
     every = measured(
         pieces={StageKind(1): PIECES, StageKind(2, True): PIECES, StageKind(4, True, True): PIECES},
@@ -46,7 +59,7 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
     piece = BlockPiece(
-        Constants(2e-9, 0.0, 1e-3),
+        Constants(2e-9, 0.0, 1e-3, ((Reach(window=10), 1e-6), (Reach(chunk=8), 2e-6))),
         Constants(1e-9, 1e-6, 1e-3),
         parameters=7,
         held=HELD,
