@@ -47,7 +47,6 @@ class ActorProgram:
         needs: for each instruction, the instructions of other queues that must end before it begins.
         compute, pulls, pushes, sends, receives, copies: the instructions of each queue, in order; FREE is in no queue.
         messages: for each send, its message and how many earlier sends carry the same message.
-        before: for each FREE instruction, the computation before it, or -1.
     """
 
     instructions: tuple[Instruction, ...]
@@ -59,7 +58,6 @@ class ActorProgram:
     receives: tuple[int, ...]
     copies: tuple[int, ...]
     messages: dict[int, tuple[StageMessage, int]]
-    before: dict[int, int]
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
@@ -68,7 +66,6 @@ class ActorProgram:
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
         sent: dict[StageMessage, int] = {}
-        before = {}
         messages = {}
         latest = -1
         copied: list[int] = []  # the next computation waits for these copies, which free device memory
@@ -76,7 +73,6 @@ class ActorProgram:
             if instruction.op is Op.FREE:
                 copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]
                 needs.append(())
-                before[i] = latest
                 continue
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
@@ -96,13 +92,8 @@ class ActorProgram:
                 latest = i
             for value in instruction.writes:
                 maker[value] = i
-        return cls(
-            tuple(instructions),
-            tuple(needs),
-            **{k: tuple(v) for k, v in queues.items()},
-            messages=messages,
-            before=before,
-        )
+        queued = {name: tuple(indices) for name, indices in queues.items()}
+        return cls(tuple(instructions), tuple(needs), **queued, messages=messages)
 
 
 _QUEUES = {

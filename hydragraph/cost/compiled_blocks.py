@@ -26,8 +26,8 @@ class CompiledBlocks:
 
     def __init__(self, program: Program, compiled: VariantOf) -> None:
         blocks = {b.name: b for b in program.blocks}
-        self._known: dict[tuple[object, MicroBatch], Footprint] = {}
-        self._known_halves: dict[tuple[object, MicroBatch], HalvesFootprint] = {}
+        self._footprint = cache(footprint)
+        self._halves = cache(halves_footprint)
         self._variant = cache(lambda block, part: compiled(blocks[block], part))
         self.aux_bytes = cache(lambda batch: made_bytes(program.templates[program.aux.template].graph, batch))
         self.outline = program.outline
@@ -37,18 +37,10 @@ class CompiledBlocks:
         self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        variant = self._variant(block, part)
-        key = (variant, batch)
-        if key not in self._known:
-            self._known[key] = footprint(variant, part, batch)
-        return self._known[key]
+        return self._footprint(self._variant(block, part), StagePart(part.kind), batch)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        variant = self._variant(block, part)
-        key = (variant, batch)
-        if key not in self._known_halves:
-            self._known_halves[key] = halves_footprint(variant, part, batch)
-        return self._known_halves[key]
+        return self._halves(self._variant(block, part), StagePart(part.kind), batch)
 
     def adds(self, block: str, part: StagePart) -> bool:
         return bool(self._variant(block, part).added)

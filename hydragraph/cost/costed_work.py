@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.block_pieces import AUX, BlockPiece
 from hydragraph.cost.curves import ZERO
-from hydragraph.cost.exchanges import elements_sent, transfers
+from hydragraph.cost.exchanges import elements_sent, ring_pairs, transfers
 from hydragraph.cost.instruction_work import NOTHING
-from hydragraph.cost.pricing import Pricing, micro_batches_of, ring_pairs
+from hydragraph.cost.pricing import Pricing, micro_batches_of
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.instruction import Op
@@ -42,7 +43,7 @@ class CostedWork:
         self._where = {stage.ranks[0]: stage for stage in self.placement.stages}
         self._buckets = {b.name: b for b in costs.buckets}
         self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
-        self._curve_seconds: dict[object, float] = {}
+        self._seconds = cache(self._curve_seconds)
         self._computed: dict[object, list[float]] = {}
         self._moved: dict[object, Transfers] = {}
 
@@ -80,13 +81,10 @@ class CostedWork:
                 seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
         return seconds
 
-    def _seconds(self, type_: str, kind: StageKind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
-        key = (type_, kind, template, op, lengths)
-        if key not in self._curve_seconds:
-            # A model may have no auxiliary values.
-            piece = self._costs.pieces(type_, kind).get(template, BlockPiece(ZERO, ZERO))
-            self._curve_seconds[key] = (piece.backward if op is Op.BACKWARD else piece.forward).seconds(lengths)
-        return self._curve_seconds[key]
+    def _curve_seconds(self, type_: str, kind: StageKind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
+        # A model may have no auxiliary values.
+        piece = self._costs.pieces(type_, kind).get(template, BlockPiece(ZERO, ZERO))
+        return (piece.backward if op is Op.BACKWARD else piece.forward).seconds(lengths)
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
         stage = self._where[ranks[0]]

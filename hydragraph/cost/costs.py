@@ -86,42 +86,22 @@ class Costs(Pricing):
         self._fixed: dict[object, float] = {}
         self._simulated: dict[object, Timeline] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:  # caches stay behind
-        made = partial(
-            Costs,
-            home=self.home,
-            blocks=self._given_blocks,
-            state_bytes=self.state_bytes,
-            corrections=self.corrections,
-            push_itemsize=self.push_itemsize,
-        )
-        return made, (self.profile, self.cluster, self.health)
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        names = ("profile", "cluster", "health", "home", "state_bytes", "corrections", "push_itemsize")
+        return {name: getattr(self, name) for name in names} | {"blocks": self._given_blocks}
 
-    def changed(
-        self,
-        *,
-        profile: Profile | None = None,
-        cluster: Cluster | None = None,
-        health: Health | None = None,
-        home: Home | None = None,
-        corrections: Corrections | None = None,
-        push_itemsize: int | None = None,
-        state_bytes: int | None = None,
-    ) -> Costs:
-        costs = Costs(
-            profile or self.profile,
-            cluster or self.cluster,
-            self.health if health is None else health,
-            home=self.home if home is None else home,
-            blocks=self._given_blocks,
-            state_bytes=state_bytes or self.state_bytes,
-            corrections=self.corrections if corrections is None else corrections,
-            push_itemsize=push_itemsize or self.push_itemsize,
-        )
+    def __reduce__(self) -> tuple[Any, ...]:  # caches stay behind
+        return partial(Costs, **self._arguments), ()
+
+    def changed(self, **changes: Any) -> Costs:
+        """Return costs with some arguments of `Costs` replaced; None: unchanged."""
+        changes = {name: value for name, value in changes.items() if value is not None}
+        costs = Costs(**self._arguments | changes)
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
         if costs.profile is self.profile and alike:
             costs._longest = LongestMicroBatch(costs, self._longest)
-        if not (profile or cluster or health is not None or corrections is not None or push_itemsize or state_bytes):
+        if changes.keys() <= {"home"}:
             costs._simulated = self._simulated
         return costs
 

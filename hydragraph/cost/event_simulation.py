@@ -22,13 +22,14 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from hydragraph.cost.actors import Actor, StageMessage, message_of
 from hydragraph.cost.instruction_work import SHARES, Priced
 from hydragraph.cost.shared_ports import Flow, Flows
-from hydragraph.cost.traffic import Passage, Roads, Transfers
+from hydragraph.cost.traffic import Passage, Roads
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.spec.cluster import Cluster
@@ -40,7 +41,7 @@ _QUEUES = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND, Op.OFFLOAD: _COPY, Op
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Start and end times of an actor's instructions, in seconds.
+    """Start and end times of an actor's instructions, in seconds; FREE has none.
 
     Attributes:
         actor, index: actor and index of the instruction that each instruction waited for last; -1: none.
@@ -75,7 +76,7 @@ class Engine:
         self._roads = Roads(cluster, group, handling)
         self._flows = Flows()
         self._group = group.tolist()
-        self._passages: dict[Transfers, Passage] = {}
+        self._passage = cache(self._roads.passage)
         sizes = [len(actor.program.instructions) for actor in actors]
         self.times = [
             Times(array("d", [0.0]) * n, array("d", [UNKNOWN]) * n, array("i", [-1]) * n, array("i", [-1]) * n, {})
@@ -126,16 +127,14 @@ class Engine:
         for a, actor in enumerate(self.actors):
             if self._at[a] < len(actor.program.compute) or self._open[a]:
                 raise ValueError(self._stuck(a, actor))
-            end = self.times[a].end
-            for i, before in actor.program.before.items():
-                self.times[a].begin[i] = end[i] = end[before] if before >= 0 else 0.0
         return self.times
 
     def _stuck(self, a: int, actor: Actor) -> str:
         program = actor.program
         at = program.compute[self._at[a]] if self._at[a] < len(program.compute) else None
         if at is None:
-            at = next(i for i, end in enumerate(self.times[a].end) if end < 0 and i not in program.before)
+            ends = zip(program.instructions, self.times[a].end, strict=True)
+            at = next(i for i, (instruction, end) in enumerate(ends) if end < 0 and instruction.op is not Op.FREE)
         where = " ".join(instruction_text(program.instructions[at]).split())
         return (
             f"rank {actor.ranks[0]} never ends, because its instruction {at}, {where!r}, never begins: pass these "
@@ -302,9 +301,7 @@ class Engine:
                 if queue == _HAND
                 else self._work.moved(Op.PULL if queue == _PULL else Op.PUSH, bucket)
             )
-            if moved not in self._passages:
-                self._passages[moved] = self._roads.passage(moved)
-            passage = self._passages[moved]
+            passage = self._passage(moved)
             count = len(self.actors)
             self._meetings[queue, bucket] = _Meeting(
                 passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {}

@@ -54,9 +54,13 @@ def _along_rings(cluster: Cluster, size: float) -> Transfers:
     pairs: dict[tuple[int, int], float] = {}
     for ring in range(rings):
         order = [r for local in nodes.values() for r in _rotated(local, ring * len(local) // rings)]
-        for pair in zip(order, [*order[1:], order[0]], strict=True):
+        for pair in ring_pairs(order):
             pairs[pair] = pairs.get(pair, 0.0) + size / rings
     return Transfers.of(pairs)
+
+
+def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
 
 
 def _rotated(ranks: list[int], by: int) -> list[int]:

@@ -69,9 +69,10 @@ class LongestMicroBatch:
         for at, rank in self._deciding(pipeline):
             peak = self._stage_peak(pipeline, at, rank, strategy)
             left = self._left(rank) - beside
-            if most is None or not peak.holds(most, left):
-                fitting_tokens = peak.most(left)
-                most = fitting_tokens if most is None else min(most, fitting_tokens)
+            if most is None:
+                most = peak.most(left)
+            elif peak.needs(most) > left:
+                most = min(most, peak.most(left))
         assert most is not None, "every pipeline must have a stage, and every stage a rank"
         return most
 

@@ -25,9 +25,6 @@ class Peak:
         self._known: dict[int, float] = {}
         self._start = step
 
-    def holds(self, tokens: int, limit: float) -> bool:
-        return self.needs(tokens) <= limit
-
     def needs(self, tokens: int) -> float:
         """Return an upper bound on the bytes for `tokens` tokens."""
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise, zip_longest
 from hydragraph.cost.accounts import TRANSFERS, TimeKind
 from hydragraph.cost.block_pieces import AUX, BlockPiece
 from hydragraph.cost.corrections import Corrections, corrected
+from hydragraph.cost.exchanges import ring_pairs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
@@ -231,23 +232,21 @@ class Pricing:
         size = self.sizes.hidden_bytes
         link = self.slowest_link(stage.devices, size * RING_TOKENS / stage.tp)
         one = Ring(stage.tp, 1, size, link).token_seconds(1 / link.bytes_per_s)
-        learning = self._blocks(stage, self._learning(span))
-        if not stage.kind.sums_in_pieces:
-            hidden = sum(min(one, product_s) for piece in learning for product_s in piece.during_sums)
-            return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link, hidden)
+        pieces = PIECES if stage.kind.sums_in_pieces else 1
         before: tuple[Counter[float], Counter[float]] = (Counter(), Counter())
         hidden = 0.0
         for piece in self._blocks(stage, span):
             before[0].update(piece.before_sums[: piece.reduced[0]])
-        for piece in learning:
+        for piece in self._blocks(stage, self._learning(span)):
             backward_s = piece.before_sums[piece.reduced[0] :]
             before[1].update(backward_s)
             for product_s, during_s in zip_longest(backward_s, piece.during_sums, fillvalue=0.0):
-                hidden += min(one - min(one, product_s) * (1 - 1 / PIECES), during_s)
-        besides = [tuple((times, product_s) for product_s, times in each.items()) for each in before]
+                hidden += min(one - min(one, product_s) * (1 - 1 / pieces), during_s)
+        # Only a sum in several pieces overlaps with the product before it.
+        ahead, back = (tuple((n, s) for s, n in each.items()) if pieces > 1 else () for each in before)
         return (
-            Ring(stage.tp, forward, size, link, pieces=PIECES, beside=besides[0]),
-            Ring(stage.tp, backward, size, link, hidden, PIECES, besides[1]),
+            Ring(stage.tp, forward, size, link, pieces=pieces, beside=ahead),
+            Ring(stage.tp, backward, size, link, hidden, pieces, back),
         )
 
     def hop(self, stage: Stage, other: Stage) -> Hop:
@@ -312,10 +311,6 @@ class Pricing:
             state_bytes=self.state_bytes,
             over=over,
         )
-
-
-def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Protocol
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
@@ -96,16 +96,11 @@ class Blocks(Protocol):
         hidden_bytes: bytes of one token's hidden state.
     """
 
-    @property
-    def outline(self) -> Outline: ...
-    @property
-    def buckets(self) -> Sequence[Bucket]: ...
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def push_itemsize(self) -> int: ...
-    @property
-    def hidden_bytes(self) -> int: ...
+    outline: Outline
+    buckets: tuple[Bucket, ...]
+    itemsize: int
+    push_itemsize: int
+    hidden_bytes: int
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint: ...
 
@@ -203,20 +198,25 @@ class Walk:
         placement, self._instructions, self._users = _placed(blocks.outline, strategy, counts, rank, ranks)
         self._model = blocks
         self._rank = rank
-        self._ranks = ranks
         self._messages = messages
         self._state_bytes = state_bytes
         self._over = over or {}
         self._traffic = traffic or HomeTraffic(HomeLayouts(Home(), ranks).of)
-        self._pushed: set[str] = set()  # buckets
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
         self._buckets = {b.name: b for b in blocks.buckets}
+        self._footprint_of = cache(blocks.footprint)
         self._known_traffic: dict[tuple[Op, str], BucketTraffic] = {}
-        self._known_messages: dict[tuple[Op, BucketTraffic], MessageBytes] = {}
-        self._known_at_home: dict[BucketTraffic, bool] = {}
-        self._known_footprints: dict[tuple[str, MicroBatch], Footprint] = {}
+
+        def pulled(traffic: BucketTraffic) -> MessageBytes:
+            if messages:
+                return traffic.pulled(rank, ranks, blocks.itemsize)
+            return MessageBytes(0, traffic.pulled_bytes(rank, blocks.itemsize))
+
+        self._pulled = cache(pulled)
+        self._pushed = cache(lambda traffic: traffic.pushed(rank, blocks.push_itemsize))
+        self._sums_at_home = cache(lambda traffic: traffic.sums_at_home(rank))
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
@@ -233,7 +233,7 @@ class Walk:
         }
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._in_flight: list[str] = []
-        self._pushed = set()
+        self._pushed_before: set[str] = set()  # buckets
         self._alive = Alive()
         self._on_host: dict[Value, int] = {}
         self._most_on_host = 0
@@ -333,15 +333,7 @@ class Walk:
     def _pull(self, name: str, held: bool) -> None:
         if not (held or self._messages):
             return
-        traffic = self._traffic_of(Op.PULL, name)
-        key = (Op.PULL, traffic)
-        if key not in self._known_messages:
-            self._known_messages[key] = (
-                traffic.pulled(self._rank, self._ranks, self._model.itemsize)
-                if self._messages
-                else MessageBytes(0, traffic.pulled_bytes(self._rank, self._model.itemsize))
-            )
-        link = self._known_messages[key]
+        link = self._pulled(self._traffic_of(Op.PULL, name))
         self._fly(exchange_name(Op.PULL, name), link.outgoing)
         if held:
             self._alive.add(weights(name), "weights", link.incoming)
@@ -351,16 +343,13 @@ class Walk:
             self._alive.drop(gradients(name))
             return
         traffic = self._traffic_of(Op.PUSH, name)
-        key = (Op.PUSH, traffic)
-        if key not in self._known_messages:
-            self._known_messages[key] = traffic.pushed(self._rank, self._model.push_itemsize)
-        link = self._known_messages[key]
+        link = self._pushed(traffic)
         total = gradients(name)
         kept = () if link.outgoing else (total,)  # if no copy is made, the value itself is sent
         size = max(link.outgoing + link.incoming, link.handed)  # to first owners, then to second owners
-        if bucket_of(name) in self._pushed and not self._stays_home(name):
+        if bucket_of(name) in self._pushed_before and not self._stays_home(name):
             size += GRADIENT_BYTES * traffic.owners.first.local_size(self._rank)
-        self._pushed.add(bucket_of(name))
+        self._pushed_before.add(bucket_of(name))
         self._fly(exchange_name(Op.PUSH, name), size, *kept)
         self._alive.drop(total)
 
@@ -441,10 +430,7 @@ class Walk:
         return frozenset(map(bucket_of, pushes)) - apart
 
     def _stays_home(self, push: str) -> bool:
-        traffic = self._traffic_of(Op.PUSH, push)
-        if traffic not in self._known_at_home:
-            self._known_at_home[traffic] = traffic.sums_at_home(self._rank)
-        return self._known_at_home[traffic]
+        return self._sums_at_home(self._traffic_of(Op.PUSH, push))
 
     def _hidden(self, value: Value, whole: bool = True) -> None:
         size = self._hidden_bytes(value.micro_batch)
@@ -469,7 +455,4 @@ class Walk:
         return index == first and bool(role.previous), index == end - 1 and bool(role.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
-        key = block, self._batches[m]
-        if key not in self._known_footprints:
-            self._known_footprints[key] = self._model.footprint(block, self._part, self._batches[m])
-        return self._known_footprints[key]
+        return self._footprint_of(block, self._part, self._batches[m])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 # Tolerates rounding.
 FULL = 1 + 1e-9
@@ -16,19 +17,17 @@ FULL = 1 + 1e-9
 Used = tuple[tuple[int, float], ...]  # (resource, fraction of the time)
 
 
+@dataclass(eq=False, slots=True)
 class Flow:
     """A transfer that, at time `since`, runs at `rate` times full speed and needs `left` more seconds at full speed."""
 
-    __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
-
-    def __init__(self, actor: int, index: int, seconds: float, used: Used) -> None:
-        self.actor = actor
-        self.index = index
-        self.left = seconds
-        self.used = used
-        self.rate = 0.0
-        self.since = 0.0
-        self.version = 0  # number of rate changes; each change invalidates the computed end
+    actor: int
+    index: int
+    left: float
+    used: Used
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0  # number of rate changes; each change invalidates the computed end
 
 
 class Flows:

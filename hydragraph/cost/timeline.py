@@ -94,14 +94,8 @@ class Timeline:
         return LazySequence(len(self.actor_of), self._of_rank)
 
     def _of_rank(self, rank: int) -> tuple[SimulatedSpan, ...]:
-        times = self.times[self.actor_of[rank]]
-        actor = self.actors[self.actor_of[rank]]
-        instructions = actor.of(rank)
-        first = actor.program.instructions
-        if len(instructions) == len(first):
-            rows = zip(instructions, times.begin, times.end, strict=True)
-            return tuple(SimulatedSpan(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
-        return tuple(_aligned(instructions, first, times))
+        a = self.actor_of[rank]
+        return tuple(_aligned(self.actors[a].of(rank), self.actors[a].program.instructions, self.times[a]))
 
     @cached_property
     def seconds(self) -> float:
@@ -123,36 +117,32 @@ class Timeline:
         return self.curves(self)
 
     def busy_s(self, rank: int, stream: Stream) -> float:
-        return self._busy[self.actor_of[rank]].get(stream, 0.0)
+        return self._busy[self.actor_of[rank]][stream]
 
     @cached_property
     def _busy(self) -> list[dict[Stream, float]]:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
-            busy: dict[Stream, float] = {}
-            until: dict[Stream, float] = {}  # a push can start while the previous one sends its sums to second owners
+            busy = dict.fromkeys(Stream, 0.0)
+            # A push can start while the previous one sends its sums to second owners.
+            until = dict.fromkeys(Stream, 0.0)
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream
-                begin = max(begin, until.get(stream, 0.0))
+                begin = max(begin, until[stream])
                 if end > begin:
-                    busy[stream] = busy.get(stream, 0.0) + end - begin
+                    busy[stream] = busy[stream] + end - begin
                     until[stream] = end
             by_actor.append(busy)
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
         """Return the seconds that computation or commit waits for a stream, including time before transfers begin."""
-        return self._exposed[self.actor_of[rank]].get(stream, 0.0)
+        return self._exposed[self.actor_of[rank]][stream]
 
     @cached_property
     def _exposed(self) -> list[dict[Stream, float]]:
-        by_actor = []
-        for actor, times in zip(self.actors, self.times, strict=True):
-            waited: dict[Stream, float] = {}
-            for stream, seconds in _waits(actor.program.instructions, times):
-                waited[stream] = waited.get(stream, 0.0) + seconds
-            by_actor.append(waited)
-        return by_actor
+        rows = zip(self.actors, self.times, strict=True)
+        return [_waits(actor.program.instructions, times) for actor, times in rows]
 
     @property
     def bubble(self) -> float:
@@ -191,7 +181,8 @@ class Timeline:
 Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 
 
-def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
+def _waits(instructions: Sequence[Instruction], times: Times) -> dict[Stream, float]:
+    waited = dict.fromkeys(Stream, 0.0)
     maker: dict[Value, int] = {}
     latest: dict[Stream, int] = {}
     free = 0.0
@@ -204,13 +195,14 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:
                 if times.end[other] > free:
-                    yield instructions[other].stream, times.end[other] - free
+                    waited[instructions[other].stream] += times.end[other] - free
                     free = times.end[other]
             free = max(free, times.end[i])
         if instruction.stream not in latest or times.end[i] >= times.end[latest[instruction.stream]]:
             latest[instruction.stream] = i
         for value in instruction.writes:
             maker[value] = i
+    return waited
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:

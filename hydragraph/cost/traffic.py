@@ -72,16 +72,6 @@ class Passage:
         return bool(self.partners.all())
 
 
-@dataclass(frozen=True, eq=False)
-class _Exchange:
-    src: Ints
-    dst: Ints
-    moving: Floats
-    filling: Floats
-    across: NDArray[np.bool_]
-    rank_s: Floats
-
-
 class Roads:
     """Links between a cluster's ranks, which form groups.
 
@@ -142,34 +132,35 @@ class Roads:
         return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
 
     def slowest_s(self, moved: Transfers) -> float:
-        return float(self._exchanged(moved).rank_s.max(initial=0.0))
+        _, _, _, rank_s = self._exchanged(moved)
+        return float(rank_s.max(initial=0.0))
 
     def passage(self, moved: Transfers) -> Passage:
         groups = self._groups
-        exchange = self._exchanged(moved)
-        src, dst = exchange.src, exchange.dst
+        sent, moving, filling, rank_s = self._exchanged(moved)
         seconds = np.zeros(groups)
-        np.maximum.at(seconds, self._group, exchange.rank_s)
+        np.maximum.at(seconds, self._group, rank_s)
         partners = np.zeros((groups, groups), dtype=np.bool_)
-        one = self._group[src]
-        other = self._group[dst]
+        one = self._group[sent.src]
+        other = self._group[sent.dst]
         partners[one, other] = partners[other, one] = True
         taking = partners.any(1)
         partners[taking, taking] = True
-        return Passage(seconds, partners, self._occupied(exchange, seconds))
+        return Passage(seconds, partners, self._occupied(sent, moving, filling, seconds))
 
-    def _exchanged(self, moved: Transfers) -> _Exchange:
+    def _exchanged(self, moved: Transfers) -> tuple[Transfers, Floats, Floats, Floats]:
+        """Return the transfers of at least one byte, and the results of `message_rounds.together` for them."""
         from hydragraph.cost.message_rounds import together
 
         kept = moved.size > 0
-        src = moved.src[kept]
-        dst = moved.dst[kept]
-        moving, filling, rank_s = together(self._links, src, dst, moved.size[kept])
-        return _Exchange(src, dst, moving, filling, self._node[src] != self._node[dst], rank_s)
+        sent = Transfers(moved.src[kept], moved.dst[kept], moved.size[kept])
+        return sent, *together(self._links, sent.src, sent.dst, sent.size)
 
-    def _occupied(self, exchange: _Exchange, seconds: Floats) -> tuple[tuple[tuple[int, float], ...], ...]:
-        src, dst, across = exchange.src, exchange.dst, exchange.across
-        moving, filling = exchange.moving, exchange.filling
+    def _occupied(
+        self, sent: Transfers, moving: Floats, filling: Floats, seconds: Floats
+    ) -> tuple[tuple[tuple[int, float], ...], ...]:
+        src, dst = sent.src, sent.dst
+        across = self._node[src] != self._node[dst]
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]

@@ -24,8 +24,8 @@ def test_the_most_tokens_of_any_lines_wherever_the_search_begins(
         assert found == 0 if exact < step else exact - step < found <= exact
         assert found == Peak(bytes_at, step).most(limit)
         if found:
-            assert peak.holds(found // step * step, limit)
-            assert not peak.holds(exact + step, limit)
+            assert peak.needs(found // step * step) <= limit
+            assert peak.needs(exact + step) > limit
     assert all(tokens % step == 0 for tokens in asked)
 
 
