@@ -122,7 +122,7 @@ def with_blocks(profile: Profile) -> Profile:
         profile,
         blocks=("vocabulary", *["layer"] * model.layers, "vocabulary"),
         pieces=pieces,
-        device=PricedDevice("a800", float(A800.memory_bytes), elements(profile), BYTES),
+        device=PricedDevice("a800", float(A800.memory_bytes), BYTES),
         sizes=ModelSizes.rough(sizes, BYTES * model.hidden, BYTES),
         limits=profile.limits,
         update=(0.0, UPDATED / A800.memory_bytes_per_s),

@@ -100,7 +100,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     if config is None:
         assert measured is not None, "PlanOptions.check requires a profile or a model"
         costs = Costs(measured, cluster, inputs.health, home=inputs.home, corrections=corrections)
-        return costs, f"{costs.source}; memory predicted from the profile", lambda *_: False
+        return costs, f"{costs.source_of()}; memory predicted from the profile", lambda *_: False
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
@@ -116,7 +116,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     costs = costs_of_run(config, measured, cluster, corrections, blocks=blocks)
     costs = costs.changed(health=inputs.health, home=inputs.home)
     named = {block.name: block for block in program.blocks}
-    source = f"{costs.source}; {MEMORY}"
+    source = f"{costs.source_of()}; {MEMORY}"
     return costs, source, lambda block, part: variants.traced(named[block], part)
 
 

@@ -63,27 +63,18 @@ class TimeAccount:
             the rank waited for.
     """
 
-    seconds: Mapping[TimeKind, float]
-    transfers: Mapping[str, float] = field(default_factory=dict)
+    seconds: dict[TimeKind, float] = field(default_factory=lambda: dict.fromkeys(TimeKind, 0.0))
+    transfers: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         """Seconds from the start of the first instruction to the end of the last."""
         return sum(self.seconds.values())
 
-
-class _OpenAccount:
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(TimeKind, 0.0)
-        self.transfers: dict[str, float] = {}
-
-    def wait(self, kind: TimeKind, begin: float, end: float, issued: float) -> None:
+    def add_wait(self, kind: TimeKind, begin: float, end: float, issued: float) -> None:
         late = min(max(issued - begin, 0.0), end - begin)
         self.seconds[TimeKind.LATE] += late
         self.seconds[kind] += end - begin - late
-
-    def account(self) -> TimeAccount:
-        return TimeAccount(self.seconds, self.transfers)
 
 
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
@@ -95,18 +86,13 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
         ValueError: a name in the trace is not an instruction.
     """
     issued = _issued(ranks)
-    sums = []
-    commits = []
-    for rank, events in enumerate(ranks):
-        open_account, commit = _measured(rank, events, issued)
-        sums.append(open_account)
-        commits.append(commit)
+    measured = [_measured(rank, events, issued) for rank, events in enumerate(ranks)]
     # The last rank to reach the commit does not wait.
-    own = min(commits, default=0.0)
-    for open_account, commit in zip(sums, commits, strict=True):
-        open_account.seconds[TimeKind.COMMIT] += own
-        open_account.seconds[TimeKind.LATE] += commit - own
-    return tuple(open_account.account() for open_account in sums)
+    own = min((commit for _, commit in measured), default=0.0)
+    for account, commit in measured:
+        account.seconds[TimeKind.COMMIT] += own
+        account.seconds[TimeKind.LATE] += commit - own
+    return tuple(account for account, _ in measured)
 
 
 def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
@@ -126,9 +112,10 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
 
 def _measured(
     rank: int, events: Sequence[TraceEvent], issued: Callable[[Value, int], float]
-) -> tuple[_OpenAccount, float]:
+) -> tuple[TimeAccount, float]:
+    """Return a rank's account without its commit, and the seconds of the commit."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
-    sums = _OpenAccount()
+    sums = TimeAccount()
     commit = 0.0
     for event, own in _own(computing):
         if event.name.startswith("wait "):
@@ -136,7 +123,7 @@ def _measured(
             kind = _OF_KIND.get(value.kind, TimeKind.P2P)
             since = issued(value, rank)
             was_issued = since > float("-inf")
-            sums.wait(kind, event.begin, event.end, since if was_issued else event.begin)
+            sums.add_wait(kind, event.begin, event.end, since if was_issued else event.begin)
             if was_issued and event.end > max(event.begin, since):
                 sums.transfers[value] = event.end - since
             continue
@@ -196,21 +183,21 @@ def _ready(timeline: Timeline, a: int, i: int) -> float:
 def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
-    sums = _OpenAccount()
+    sums = TimeAccount()
     free = 0.0
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):
             if times.end[j] > free:
                 kind = _OF_OP[program.instructions[j].op]
-                sums.wait(kind, free, times.end[j], _issue(timeline, a, j, issues))
+                sums.add_wait(kind, free, times.end[j], _issue(timeline, a, j, issues))
                 free = times.end[j]
         sums.seconds[TimeKind.LATE] += max(0.0, times.begin[i] - free)
         sums.seconds[_OF_OP[instruction.op]] += times.end[i] - times.begin[i]
         free = max(free, times.end[i])
     for j in (*program.pulls, *program.pushes, *program.receives):
         sums.transfers[_value(program.instructions[j])] = times.end[j] - _issue(timeline, a, j, issues)
-    return sums.account()
+    return sums
 
 
 def _value(transfer: Instruction) -> str:

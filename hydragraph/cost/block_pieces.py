@@ -63,13 +63,9 @@ class PricedDevice:
 
     Attributes:
         memory: bytes that a rank may use.
-        elements: number of the model's parameter elements.
         itemsize: bytes per element in the compute dtype.
-        frozen: number of parameter elements without gradient and moments.
     """
 
     name: str
     memory: float
-    elements: int
     itemsize: int
-    frozen: int = 0

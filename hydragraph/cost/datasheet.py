@@ -113,15 +113,13 @@ def _of_type(
         }
         for stage_kind in _kinds(program, len(cluster.devices), degrees)
     }
-    elements = sum(bucket.size for bucket in program.buckets)
-    frozen = sum(bucket.size for bucket in program.buckets if not bucket.learns)
     return Profile(
         name=f"datasheet of {name or 'the devices'} at {'up to ' if efficiency is None else ''}{what}",
         schemes={},
         util={stage_kind.tp: 1 for stage_kind in pieces},
         blocks=tuple(block.template for block in program.blocks),
         pieces=pieces,
-        device=PricedDevice(name, float(kind.memory_bytes), elements, program.dtype.itemsize, frozen),
+        device=PricedDevice(name, float(kind.memory_bytes), program.dtype.itemsize),
         type=name,
         sizes=ModelSizes.of(program),
         update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
@@ -175,15 +173,12 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
     part = StagePart(kind)
     try:
         return held_by(compiled(block, part), part)
-    except Unsupported:  # as in `_piece`
+    except Unsupported:  # lowering reports that the degree does not divide the block
         return None
 
 
 def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> BlockPiece:
-    try:
-        work = operations(program, block, kind.tp)
-    except Unsupported:  # lowering reports that the degree does not divide the block
-        work = operations(program, block, 1).divided(kind.tp)
+    work = operations(program, block, kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = rates.products(work.products)
     c = rates.fixed(work.products)
@@ -230,16 +225,6 @@ class Operations:
     @property
     def frozen_linear(self) -> float:
         return _linear(self.frozen_products)
-
-    def divided(self, parts: int) -> Operations:
-        attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
-        products, frozen, *at_sums = (
-            tuple((times / parts, n, k) for times, n, k in each)
-            for each in (self.products, self.frozen_products, *self.during_sums, *self.before_sums)
-        )
-        during, before = at_sums[: len(self.during_sums)], at_sums[len(self.during_sums) :]
-        sizes = (self.parameters // parts, self.frozen // parts)
-        return Operations(attention, products, *sizes, tuple(during), tuple(before), frozen)
 
 
 def _linear(products: Iterable[Product]) -> float:

@@ -63,6 +63,7 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 
 
 def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
+    """Return the name in `Footprint.keeps` of each storage of inputs ("" for weights and buffers) and of the output."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
     origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
@@ -71,19 +72,15 @@ def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
 
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
     sizes = Sizes.of(variant, part, micro_batch)
-    node_of = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
-    inputs = {key: name for name, node in node_of.items() for key in sizes.storages(node)}
     outputs = _results(variant.forward)
-    output = sizes.storages(outputs[0])
     saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
-    names = {inputs[key] for key in saved if key in inputs}
-    keeps = {"hidden" if name == "hidden" else "aux" for name in names if name == "hidden" or name[:6] == "other."}
+    origins = _origins(variant, sizes)
+    own = [size for key, size in saved.items() if key not in origins]
     gradient_of = dict(zip(variant.gradients, _results(variant.backward), strict=True))
-    own = [size for key, size in saved.items() if key not in inputs and key not in output]
     return Footprint(
-        sum(output.values()),
+        sum(sizes.storages(outputs[0]).values()),
         sum(own),
-        frozenset(keeps | ({"output"} if output.keys() & saved.keys() else set())),
+        frozenset({origins[key] for key in saved.keys() & origins.keys()} - {""}),
         most_alive(variant.forward, sizes),
         most_alive(variant.backward, sizes),
         sum(sum(sizes.storages(node).values()) for name, node in gradient_of.items() if name != "hidden"),

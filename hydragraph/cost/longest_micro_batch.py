@@ -50,12 +50,10 @@ class LongestMicroBatch:
             for at, stage in enumerate(pipeline.stages):
                 sharing = [p for p in strategy.pipelines if stage in p.stages]
                 for rank in stage.devices:
-                    peak = self._stage_peak(pipeline, at, rank, strategy)
-                    bytes_by_rank[rank] = max(bytes_by_rank[rank], peak.needs(most))
+                    peaks = [self._stage_peak(pipeline, at, rank, strategy)]
                     if len(sharing) > 1:
-                        bytes_by_rank[rank] = max(
-                            bytes_by_rank[rank], self._shared_peak(stage, sharing, rank).needs(most)
-                        )
+                        peaks.append(self._shared_peak(stage, sharing, rank))
+                    bytes_by_rank[rank] = max(bytes_by_rank[rank], *(peak.needs(most) for peak in peaks))
         return bytes_by_rank
 
     def _alone(self, pipeline: Pipeline, beside: float, strategy: Strategy | None) -> int:

@@ -95,10 +95,6 @@ class Pricing:
         """Whether computation was measured, not derived from a datasheet."""
         return all(profile.efficiency is None for profile in self.profiles)
 
-    @property
-    def source(self) -> str:
-        return self.source_of()
-
     def source_of(self, *strategies: Strategy) -> str:
         names = ", ".join(profile.name for profile in self.profiles)
         by = f"corrected: {self.corrections}" if self.corrections.types else ""
@@ -209,11 +205,6 @@ class Pricing:
             back = self.hop(following, stage)
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
-    def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
-        """Return how many hidden states are summed in forward and in backward; the curves exclude these sums."""
-        forward = sum(piece.reduced[0] for piece in self._blocks(stage, span))
-        return forward, sum(piece.reduced[1] for piece in self._blocks(stage, self._learning(span)))
-
     def _learning(self, span: tuple[int, int]) -> tuple[int, int]:
         """Return the part of a span that runs a backward; frozen blocks before the first trained block run none."""
         return max(span[0], self.outline.lowest), span[1]
@@ -223,10 +214,13 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the all-reduces of `sums` in forward and backward; None: no sums."""
+        """Return the all-reduces of hidden states in forward and backward, which the curves exclude; None: no sums."""
         if stage.tp == 1:
             return None
-        forward, backward = self.sums(stage, span)
+        blocks = self._blocks(stage, span)
+        learning = self._blocks(stage, self._learning(span))
+        forward = sum(piece.reduced[0] for piece in blocks)
+        backward = sum(piece.reduced[1] for piece in learning)
         if not forward and not backward:
             return None
         size = self.sizes.hidden_bytes
@@ -235,9 +229,9 @@ class Pricing:
         pieces = PIECES if stage.kind.sums_in_pieces else 1
         before: tuple[Counter[float], Counter[float]] = (Counter(), Counter())
         hidden = 0.0
-        for piece in self._blocks(stage, span):
+        for piece in blocks:
             before[0].update(piece.before_sums[: piece.reduced[0]])
-        for piece in self._blocks(stage, self._learning(span)):
+        for piece in learning:
             backward_s = piece.before_sums[piece.reduced[0] :]
             before[1].update(backward_s)
             for product_s, during_s in zip_longest(backward_s, piece.during_sums, fillvalue=0.0):

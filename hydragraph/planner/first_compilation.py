@@ -122,7 +122,7 @@ def _made_up() -> Costs:
                 {1: LENGTH},
                 blocks=("first", *["layer"] * LAYERS, "last"),
                 pieces=pieces,
-                device=PricedDevice(name, 1e9, 14_000, 4),
+                device=PricedDevice(name, 1e9, 4),
                 type=name,
                 sizes=ModelSizes.rough((4000, *[1000] * LAYERS, 4000), 512, 4),
                 update=(1e-5, 1e-9),

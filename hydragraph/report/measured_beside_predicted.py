@@ -209,7 +209,7 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
     kept, warming = _warm(trace.steps)
     compared = tuple(compared_step(costs, step, trace.of(step.step)) for step in kept)
     types = tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks))
-    return RunComparison(costs.source, types, compared, costs.corrections, warming)
+    return RunComparison(costs.source_of(), types, compared, costs.corrections, warming)
 
 
 def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[TraceEvent]]) -> ComparedStep:

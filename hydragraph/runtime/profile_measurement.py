@@ -260,17 +260,13 @@ def stage_timer(
 
 
 def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlace]) -> dict[str, PricedDevice]:
-    elements = sum(bucket.size for bucket in subject.program.buckets)
-    frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
     by_type: dict[str, list[tuple[str, float]]] = {}
     names = groups.gather(_name(groups.world.device))
     for place, name, memory in zip(places, names, device_memories(groups), strict=True):
         by_type.setdefault(place.type, []).append((name, memory))
     size = subject.program.dtype.itemsize
     return {
-        type_: PricedDevice(
-            f"{len(devices)} x {devices[0][0]}", min(memory for _, memory in devices), elements, size, frozen
-        )
+        type_: PricedDevice(f"{len(devices)} x {devices[0][0]}", min(memory for _, memory in devices), size)
         for type_, devices in by_type.items()
     }
 

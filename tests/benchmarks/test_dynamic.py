@@ -53,7 +53,7 @@ def made_up(sizes: ModelSizes, blocks: tuple[str, ...]) -> Profile:
         {1: 16, 2: 16},
         blocks=blocks,
         pieces={kind: pieces(kind) for kind in KINDS},
-        device=PricedDevice("made up", 1e9, ELEMENTS, 4),
+        device=PricedDevice("made up", 1e9, 4),
         sizes=sizes,
     )
 

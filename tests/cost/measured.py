@@ -35,7 +35,7 @@ def measured(**changes: object) -> Profile:
         {1: 1000, 2: 1500},
         blocks=("embed", "layer", "layer", "layer", "layer", "head"),
         pieces={StageKind(1): PIECES, StageKind(2): HALVES},
-        device=PricedDevice("toy", 1e7, 4000, 4),
+        device=PricedDevice("toy", 1e7, 4),
         limits={(1, 1): 77},
     )
     return replace(base, **changes)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
         {1: 1000, 2: 1500},
         blocks=("embed", *["layer"] * layers, "head"),
         pieces={StageKind(tp, False, again): pieces(tp, again) for tp in (1, 2, 4) for again in (False, True)},
-        device=PricedDevice(type_, 1e9, elements * (layers + 8), 4),
+        device=PricedDevice(type_, 1e9, 4),
         type=type_,
         sizes=ModelSizes.rough((4 * elements, *[elements] * layers, 4 * elements), HIDDEN, 4),
         update=(1e-5, 1e-9),

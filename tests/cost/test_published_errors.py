@@ -59,7 +59,7 @@ def test_each_kind_of_strategy_states_its_error_once(tmp_path: Path) -> None:
     costs = Costs(Profile.load(tmp_path / "profile.json"), devices)
     errors = [published_error(devices, strategy) for strategy in both[:2]]
     assert costs.source_of(*both).endswith(f"; the mean error of such predictions is {errors[0]} and {errors[1]}")
-    assert "published runs" not in costs.source
+    assert "published runs" not in costs.source_of()
     flat = Costs(datasheet(program, devices, 0.4, degrees=[1]), devices)
     assert flat.error_of(*both) == FLAT
     assert priced.costs(2, priced.cluster(2)).error_of(*both) == ""

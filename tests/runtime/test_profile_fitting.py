@@ -88,7 +88,7 @@ def test_a_model_with_windows_is_fitted_block_by_block() -> None:
     times = tuple(near.seconds(row) for row in ROWS)
     layer = Measured(nothing, times, tuple(t / 3 for t in times), frozenset({Reach(256)}))
     kinds = {StageKind(1): Measurements(ROWS, {**plain.times, "layer": layer})}
-    profile = fit_profile("windows", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), kinds, [])
+    profile = fit_profile("windows", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 4), kinds, [])
     assert not profile.failed
     assert not profile.unfit
     pieces = profile.pieces[StageKind(1)]
@@ -193,7 +193,7 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
 def fitted(**changes: Measurements) -> Profile:
     found = {StageKind(1): changes.get("one", measurements(1.0)), StageKind(2): changes.get("two", measurements(0.6))}
     messages = [(4**n, 1e-5 + 4**n / 1e9) for n in range(5, 12)]
-    return fit_profile("made up", BLOCKS, SCHEMES, PricedDevice("toy", 1e9, 60, 4), found, messages)
+    return fit_profile("made up", BLOCKS, SCHEMES, PricedDevice("toy", 1e9, 4), found, messages)
 
 
 def test_schemes_have_the_constants_of_their_slowest_stage() -> None:
@@ -235,10 +235,10 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
 
 
 def test_profiles_say_what_is_doubtful() -> None:
-    one = fit_profile("alone", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, [])
+    one = fit_profile("alone", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 4), {StageKind(1): measurements(1.0)}, [])
     assert one.notes == ("no message was measured, because a single rank has no links",)
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
-    two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
+    two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 4), {StageKind(1): measurements(1.0)}, odd)
     assert "differ from latency + bytes / bandwidth" in two.notes[0]
 
 

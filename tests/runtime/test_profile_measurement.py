@@ -268,7 +268,7 @@ def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
     assert len(bench._chain(layer, 1)) == len(bench._chain(program.blocks[0], 9)) == 1
     held = MemoryLines(saved=(0.0, 50.0), backward=(1000.0, 10.0))
     piece = BlockPiece(ZERO, ZERO, parameters=100, held=held)
-    device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 1000, 4)
+    device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 4)
     rows = [(100,), (50, 50), (400,)]
     assert bench._links(piece, rows, device, 3) == [3, 3, 1]
     assert bench._links(piece, rows, device, 2) == [3, 3, 0]
@@ -279,7 +279,7 @@ def test_a_small_device_does_not_shorten_what_others_measure(monkeypatch: pytest
     program, model = captured("llama")
     groups = Groups(join("cpu"), timedelta(minutes=2))
     bench = _Bench(MeasuredModel(program, initial_buffers(model), 101, 256), StageKind(1), groups)
-    device = PricedDevice("here", 1e9, 1000, 4)
+    device = PricedDevice("here", 1e9, 4)
     reduce = mock.Mock(side_effect=groups.all_reduce)
     with monkeypatch.context() as patched:
         patched.setattr(groups, "gather", lambda own: [own, 16.0])
