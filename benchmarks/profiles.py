@@ -13,6 +13,7 @@ processes do not affect them.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -27,10 +28,11 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
+from hydragraph.cost.block_pieces import PricedDevice
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.runtime.profile_fitting import Lengths, fit_work, micro_batches, token_counts
-from hydragraph.runtime.profile_measurement import CHAIN, MeasuredModel, stage_timer
+from hydragraph.runtime.profile_measurement import CHAIN, Bench, DevicePlace, MeasuredModel
 from hydragraph.spec.stage_kind import StageKind
 
 ROUNDS = 5
@@ -89,7 +91,14 @@ def errors(hidden: int, layers: int, rounds: int) -> tuple[Errors, Errors]:
     program = hg.capture(model, check="off")
     groups = Groups(join("cpu"), LIMIT)
     subject = MeasuredModel(program, initial_buffers(model), 257, 2048)
-    timed = stage_timer(subject, StageKind(1), layers, groups, time.process_time)
+    device = PricedDevice("here", math.inf, program.dtype.itemsize)
+    bench = Bench(subject, StageKind(1), groups, [DevicePlace("", "")], device, time.process_time)
+    runs = [bench.block_run(program.blocks[1]) for _ in range(layers)]
+
+    def timed(count: int, row: Lengths) -> float:
+        """Return the seconds of a stage of `count` layers, which are all equal."""
+        return count * sum(bench.time(runs[:count], row))
+
     rows = micro_batches(token_counts(LONGEST, 4, POINTS, span=16))
     counts = powers_to(layers)
     others = [n for n in range(1, layers + 1) if n not in counts]

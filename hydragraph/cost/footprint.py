@@ -59,3 +59,9 @@ class Footprint:
         sizes = {name: size for name, size in (("hidden", hidden), ("output", self.output)) if name in self.keeps}
         moved = {name: size for name, size in sizes.items() if moves(size)}
         return self.saved - self.small + sum(moved.values()), self.keeps - moved.keys()
+
+    @property
+    def halves_estimate(self) -> HalvesFootprint:
+        """Upper estimate, as if the input half saved everything that it reads and computes."""
+        both = self.saved + self.backward
+        return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})

@@ -60,10 +60,8 @@ class ProfileBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; an upper estimate, as if the input half saved everything that it reads and computes."""
-        whole = self.footprint(block, part, batch)
-        both = whole.saved + whole.backward
-        return HalvesFootprint(both, whole.backward, both, whole.keeps | {"tangent"})
+        """See `Blocks`; an upper estimate, because profiles measure unsplit backwards."""
+        return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
         lines = self._piece(block, part).held

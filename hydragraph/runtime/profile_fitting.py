@@ -186,7 +186,7 @@ class Measurements:
     """Measurements of one kind of stage, by template."""
 
     rows: tuple[Lengths, ...]
-    times: Mapping[str, Measured]
+    times: dict[str, Measured]
 
     def total(self, templates: Sequence[str]) -> list[float]:
         """Return, by micro-batch, the total seconds of consecutive blocks and the aux graph."""

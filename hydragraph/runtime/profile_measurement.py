@@ -175,9 +175,9 @@ def measure_types(
     representatives = {block.template: block for block in program.blocks}
     timings = []
     for kind in settings.every_kind:
-        bench = _Bench(subject, kind, groups, stages_measured_at_once(places, kind.tp))
-        rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device, places)
-        timings += [bench.timing(block, rows, device, places) for block in [*representatives.values(), program.aux]]
+        bench = Bench(subject, kind, groups, places, device)
+        rows = bench.that_fit(settings.micro_batches, list(representatives.values()))
+        timings += [bench.timing(block, rows) for block in [*representatives.values(), program.aux]]
     total = len(timings) + settings.repeats + 2
     left = timings
     for turn in range(settings.repeats + 1):
@@ -201,7 +201,7 @@ def measure_types(
         template = AUX if timing.block is program.aux else timing.block.template
         for name in timing.stages:
             of_kind = measurements[name].setdefault(timing.bench.kind, Measurements(timing.rows[name], {}))
-            measurements[name][timing.bench.kind] = replace(of_kind, times={**of_kind.times, template: timing.of(name)})
+            of_kind.times[template] = timing.of(name)
     tell(total - 2, total, "messages")
     if messages is None:
         messages = _messages(groups, settings.repeats)
@@ -245,18 +245,6 @@ def _split(program: Program, timings: Sequence[_Timing], places: Sequence[Device
         [sum(seconds for seconds, _ in each) for each in by_rank],
         [math.hypot(*(error for _, error in each)) for each in by_rank],
     )
-
-
-def stage_timer(
-    subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
-) -> Callable[[int, Lengths], float]:
-    """Return a function that times whole stages of at most `layers` layers, as a check of `measure`."""
-    bench = _Bench(subject, kind, groups, clock=clock)
-    block = subject.program.blocks[1]
-    if any(other.template != block.template for other in subject.program.blocks[1:-1]):
-        raise ValueError(f"layers of {subject.program.model} differ, so a number of layers does not define a stage")
-    runs = [bench._block_run(block) for _ in range(layers)]
-    return lambda count, row: count * sum(bench._time(runs[:count], row))
 
 
 def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlace]) -> dict[str, PricedDevice]:
@@ -387,18 +375,26 @@ def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
     return kept, working, max(0.0, constant, lines.forward[0] - constant, lines.backward[0])
 
 
-class _Bench:
-    """Runner of templates in one kind of stage; ranks without a stage only take part in gathers."""
+class Bench:
+    """Runner of templates in one kind of stage; ranks without a stage only take part in gathers.
+
+    Args:
+        places: place of each rank.
+        device: this rank's device.
+    """
 
     def __init__(
         self,
         subject: MeasuredModel,
         kind: StageKind,
         groups: Groups,
-        stages: Sequence[tuple[int, ...]] | None = None,
+        places: Sequence[DevicePlace],
+        device: PricedDevice,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._subject = subject
+        self._places = places
+        self._priced = device
         self._clock = clock
         self._program = subject.program
         self.kind = kind
@@ -406,7 +402,7 @@ class _Bench:
         self._device = groups.world.device
         rank = groups.world.rank
         tp = kind.tp
-        self._stages = stages or stages_measured_at_once([DevicePlace("", "")] * groups.world.ranks, tp)
+        self._stages = stages_measured_at_once(places, tp)
         self._collectives = next(iter(groups.tensor_parallel(self._stages).values()), None)
         own: tuple[int, ...] = next((stage for stage in self._stages if rank in stage), (rank,))
         self._part = StagePart(kind, own.index(rank))
@@ -421,9 +417,8 @@ class _Bench:
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
 
-    def that_fit(
-        self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice, places: Sequence[DevicePlace]
-    ) -> dict[str, tuple[Lengths, ...]]:
+    def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block]) -> dict[str, tuple[Lengths, ...]]:
+        device = self._priced
         most = math.inf
         for block in blocks:
             piece = self._sizes(block)
@@ -431,41 +426,36 @@ class _Bench:
             free = device.memory - fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
             most = min(most, free / max(kept + working, 1e-9))
         limits: dict[str, float] = {}
-        for place, own in zip(places, self._groups.gather(most), strict=True):
+        for place, own in zip(self._places, self._groups.gather(most), strict=True):
             limits[place.type] = min(own, limits.get(place.type, math.inf))
         return {name: tuple(row for row in rows if sum(row) <= limit) for name, limit in limits.items()}
 
-    def timing(
-        self,
-        block: Block,
-        rows: Mapping[str, tuple[Lengths, ...]],
-        device: PricedDevice,
-        places: Sequence[DevicePlace],
-    ) -> _Timing:
+    def timing(self, block: Block, rows: Mapping[str, tuple[Lengths, ...]]) -> _Timing:
         """Return a block's timing; all ranks call this and the timing's methods."""
         aux = block is self._program.aux
         piece = BlockPiece(ZERO, ZERO, held=aux_lines(self._program)) if aux else self._sizes(block)
         stages: dict[str, list[tuple[int, ...]]] = {}
         for stage in self._stages:
-            stages.setdefault(places[stage[0]].type, []).append(stage)
+            stages.setdefault(self._places[stage[0]].type, []).append(stage)
         reaches = frozenset() if aux else reaches_of(self._program.templates[block.template])
         pieces = self._groups.gather(piece)
         every = max(rows.values(), key=len)
-        fitting = len(rows[places[self._groups.world.rank].type])
-        return _Timing(self, block, rows, every, self._links(piece, every, device, fitting), pieces, stages, reaches)
+        fitting = len(rows[self._places[self._groups.world.rank].type])
+        return _Timing(self, block, rows, every, self._links(piece, every, fitting), pieces, stages, reaches)
 
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
-        runs = [self._aux_run()] if block is self._program.aux else self._chain(block, max(links, default=0))
+        runs = [self._aux_run] if block is self._program.aux else self._chain(block, max(links, default=0))
         chains = list(zip(links, rows, strict=True))
         for count, row in chains[:1]:  # warm-up, because new weights touch memory for the first time
-            self._time(runs[:count], row)
-        return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
+            self.time(runs[:count], row)
+        return self._groups.gather([self.time(runs[:count], row) for count, row in chains])
 
     def _chain(self, block: Block, most: int) -> list[_Run]:
         alike = sum(other.template == block.template for other in self._program.blocks)
-        return [self._block_run(block) for _ in range(min(alike, CHAIN, most))]
+        return [self.block_run(block) for _ in range(min(alike, CHAIN, most))]
 
-    def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice, fitting: int) -> list[int]:
+    def _links(self, piece: BlockPiece, rows: Sequence[Lengths], fitting: int) -> list[int]:
+        device = self._priced
         weights = piece.parameters * (2 * 4 + device.itemsize)
         kept, working, fixed = _bytes_of(piece)
         own = [CHAIN] * len(rows)
@@ -475,7 +465,7 @@ class _Bench:
         least = [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
         return least[:fitting] + [0] * (len(rows) - fitting)
 
-    def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
+    def time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
         """Return forward and backward seconds per block of a chain, which all ranks start together."""
         batch = self._batch(row) if runs else {}
         aux = self._aux_values(batch) if runs else ()
@@ -525,12 +515,9 @@ class _Bench:
     def _aux_graph(self) -> fx.GraphModule:
         return bind_graph(self._program.templates[self._program.aux.template].graph, self._device)
 
-    def _aux_run(self) -> _Run:
-        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
-            self._aux_values(batch)
-            return lambda: None
-
-        return run
+    def _aux_run(self, batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
+        self._aux_values(batch)
+        return lambda: None
 
     def _sizes(self, block: Block) -> BlockPiece:
         names = local_parameters(self._program, block, self._program.templates[block.template])
@@ -539,7 +526,7 @@ class _Bench:
         held = held_by(self._traced.get(block, self._part), self._part)
         return BlockPiece(ZERO, ZERO, sum(sizes.values()), frozen, held=held)
 
-    def _block_run(self, block: Block) -> _Run:
+    def block_run(self, block: Block) -> _Run:
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._part)
@@ -594,7 +581,7 @@ class _Timing:
         turns: forward and backward seconds by repetition, rank and micro-batch.
     """
 
-    bench: _Bench
+    bench: Bench
     block: Block
     rows: Mapping[str, tuple[Lengths, ...]]
     every_row: tuple[Lengths, ...]

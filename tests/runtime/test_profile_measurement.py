@@ -34,10 +34,10 @@ from hydragraph.runtime.profile_measurement import (
     CHAIN,
     PRECISE,
     USABLE,
+    Bench,
     DevicePlace,
     MeasuredModel,
     MeasureSettings,
-    _Bench,
     _Timing,
     device_memories,
     host_memory,
@@ -262,30 +262,29 @@ def test_stages_are_within_a_node_and_a_type() -> None:
 def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
     program, _ = captured("llama")
     groups = Groups(join("cpu"), timedelta(minutes=2))
-    bench = _Bench(MeasuredModel(program, {}, 101, 256), StageKind(1), groups)
-    layer = program.blocks[1]
-    assert len(bench._chain(layer, 9)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
-    assert len(bench._chain(layer, 1)) == len(bench._chain(program.blocks[0], 9)) == 1
     held = MemoryLines(saved=(0.0, 50.0), backward=(1000.0, 10.0))
     piece = BlockPiece(ZERO, ZERO, parameters=100, held=held)
     device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 4)
+    bench = Bench(MeasuredModel(program, {}, 101, 256), StageKind(1), groups, [DevicePlace("", "")], device)
+    layer = program.blocks[1]
+    assert len(bench._chain(layer, 9)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
+    assert len(bench._chain(layer, 1)) == len(bench._chain(program.blocks[0], 9)) == 1
     rows = [(100,), (50, 50), (400,)]
-    assert bench._links(piece, rows, device, 3) == [3, 3, 1]
-    assert bench._links(piece, rows, device, 2) == [3, 3, 0]
+    assert bench._links(piece, rows, 3) == [3, 3, 1]
+    assert bench._links(piece, rows, 2) == [3, 3, 0]
     groups.close()
 
 
 def test_a_small_device_does_not_shorten_what_others_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     program, model = captured("llama")
     groups = Groups(join("cpu"), timedelta(minutes=2))
-    bench = _Bench(MeasuredModel(program, initial_buffers(model), 101, 256), StageKind(1), groups)
-    device = PricedDevice("here", 1e9, 4)
+    places = [DevicePlace("a", "large"), DevicePlace("b", "small")]
+    subject = MeasuredModel(program, initial_buffers(model), 101, 256)
+    bench = Bench(subject, StageKind(1), groups, places, PricedDevice("here", 1e9, 4))
     reduce = mock.Mock(side_effect=groups.all_reduce)
     with monkeypatch.context() as patched:
         patched.setattr(groups, "gather", lambda own: [own, 16.0])
-        rows = bench.that_fit(
-            [(8,), (32,)], program.blocks[:2], device, [DevicePlace("a", "large"), DevicePlace("a", "small")]
-        )
+        rows = bench.that_fit([(8,), (32,)], program.blocks[:2])
     assert rows == {"large": ((8,), (32,)), "small": ((8,),)}
     monkeypatch.setattr(groups, "all_reduce", reduce)
     ((short, long),) = bench.turn(program.blocks[1], rows["large"], [1, 0])
