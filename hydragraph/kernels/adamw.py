@@ -99,22 +99,7 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     Raises:
         Unsupported: a tensor is not flat, contiguous and fp32 (copies: bf16 or fp16), or devices differ.
     """
-    _apply([run for _, run in _checked_runs(shards)], settings)
-
-
-def _checked_runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
-    filled = [(i, shard) for i, shard in enumerate(shards) if shard.weight.numel()]
-    for _, shard in filled:
-        _check(shard)
-    indexed_runs: list[tuple[int, Shard]] = []
-    at = 0
-    for run in runs([shard for _, shard in filled]):
-        indexed_runs.append((filled[at][0], run))
-        covered = 0
-        while covered < run.weight.numel():
-            covered += filled[at][1].weight.numel()
-            at += 1
-    return indexed_runs
+    _apply([run for _, run in runs(shards)], settings)
 
 
 def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
@@ -184,16 +169,22 @@ def _options(settings: AdamWSettings) -> dict[str, Any]:
     return {**options, "amsgrad": False, "maximize": settings.maximize}
 
 
-def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
-    """Join shards that have equal step counts and are adjacent in the same storages."""
-    run: list[Shard] = []
-    for shard in shards:
-        if run and not _follows(run[-1], shard):
-            yield _join(run)
-            run = []
-        run.append(shard)
-    if run:
-        yield _join(run)
+def runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
+    """Join shards that have equal step counts and are adjacent in the same storages.
+
+    Returns:
+        The index of each run's first shard, and the joined shard; empty shards are left out.
+    """
+    groups: list[tuple[int, list[Shard]]] = []
+    for i, shard in enumerate(shards):
+        if not shard.weight.numel():
+            continue
+        _check(shard)
+        if groups and _follows(groups[-1][1][-1], shard):
+            groups[-1][1].append(shard)
+        else:
+            groups.append((i, [shard]))
+    return [(first, _join(run)) for first, run in groups]
 
 
 def launch(shard: Shard, settings: AdamWSettings) -> None:
@@ -201,7 +192,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
     body = size // UNIT * UNIT
     for low, high in ((0, body), (body, size)):
         if low < high:
-            parts = [x[low:high] for x in shard.tensors()]
+            parts = shard.part(low, high).tensors()
             _adamw[(-(-(high - low) // _BLOCK),)](
                 *parts[:4],
                 parts[-1],
@@ -308,7 +299,7 @@ class AdamW(torch.optim.AdamW):
         prepared = self._prepared.get(number)
         if prepared is None or prepared.next != values or prepared.marks != marks:
             shards = [self._shard(p, int(value)) for p, value in zip(learning, values, strict=True)]
-            prepared = self._prepared[number] = _Prepared(marks, values, _checked_runs(shards))
+            prepared = self._prepared[number] = _Prepared(marks, values, runs(shards))
         prepared.next = [value + 1 for value in values]
         return [replace(run, step=int(values[first])) for first, run in prepared.runs]
 

@@ -200,15 +200,15 @@ def test_new_copies_free_the_tensors_of_earlier_steps() -> None:
 
 
 def test_what_is_joined() -> None:
-    assert [len(x.weight) for x in runs(neighbours([5, 3, 4]))] == [12]
-    assert [len(x.weight) for x in runs(neighbours([5, 3, 4], [1, 1, 2]))] == [8, 4]
+    assert [len(x.weight) for _, x in runs(neighbours([5, 3, 4]))] == [12]
+    assert [len(x.weight) for _, x in runs(neighbours([5, 3, 4], [1, 1, 2]))] == [8, 4]
     apart = neighbours([5, 3, 4])
     del apart[1]
-    assert [len(x.weight) for x in runs(apart)] == [5, 4]
+    assert [len(x.weight) for _, x in runs(apart)] == [5, 4]
     elsewhere = neighbours([5, 3])
     moved = Shard(elsewhere[1].weight, elsewhere[1].gradient.clone(), elsewhere[1].moment, elsewhere[1].square, None, 1)
-    assert [len(x.weight) for x in runs([elsewhere[0], moved])] == [5, 3]
-    assert [len(x.weight) for x in runs([shard(5), shard(3, copy=torch.bfloat16)])] == [5, 3]
+    assert [len(x.weight) for _, x in runs([elsewhere[0], moved])] == [5, 3]
+    assert [len(x.weight) for _, x in runs([shard(5), shard(3, copy=torch.bfloat16)])] == [5, 3]
 
 
 def test_the_states_of_neighbours_are_neighbours() -> None:
@@ -218,7 +218,7 @@ def test_the_states_of_neighbours_are_neighbours() -> None:
         parameter.grad = part
     optimizer = AdamW(parameters)
     optimizer.step()
-    assert len(list(runs([optimizer._shard(p, 1) for p in parameters]))) == 1
+    assert len(runs([optimizer._shard(p, 1) for p in parameters])) == 1
 
 
 @pytest.mark.parametrize(
