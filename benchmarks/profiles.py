@@ -127,7 +127,7 @@ def errors(hidden: int, layers: int, rounds: int) -> tuple[Errors, Errors]:
                 stages.setdefault(key, []).append(seconds)
     groups.close()
     measured = {key: median(each) for key, each in stages.items()}
-    fit = fit_work(rows, [median(by_block[row]) for row in rows])
+    fit = fit_work(rows, [median(by_block[row]) for row in rows]).constants
     powers_of = {row: Powers(tuple(median(by_powers[n, row]) for n in counts)) for row in rows}
 
     def ours(n: int, row: Lengths) -> float:

@@ -238,17 +238,16 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
 
     # Ranks of a stage may have different numbers of sends.
     first = shape(programs[0])
-    for other in programs[1:]:
-        for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):
+    for program in programs[1:]:
+        other = shape(program)
+        if first == other:
+            continue
+        difference = f"one has {len(first)} instructions and the other {len(other)}"
+        for at, (one, two) in enumerate(zip(first, other, strict=False)):
             if one != two:
-                raise ValueError(
-                    f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: ignoring sends "
-                    f"and frees, instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other; pass "
-                    "these programs to verify()"
-                )
-        if len(first) != len(shape(other)):
-            raise ValueError(
-                f"ranks {programs[0].rank} and {other.rank} of one stage run different programs: ignoring sends "
-                f"and frees, one has {len(first)} instructions and the other {len(shape(other))}; pass these programs "
-                "to verify()"
-            )
+                difference = f"instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other"
+                break
+        raise ValueError(
+            f"ranks {programs[0].rank} and {program.rank} of one stage run different programs: ignoring sends and "
+            f"frees, {difference}; pass these programs to verify()"
+        )

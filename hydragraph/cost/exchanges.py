@@ -53,7 +53,10 @@ def _along_rings(cluster: Cluster, size: float) -> Transfers:
     rings = min(cluster.node(number).cards for number in nodes)
     pairs: dict[tuple[int, int], float] = {}
     for ring in range(rings):
-        order = [r for local in nodes.values() for r in _rotated(local, ring * len(local) // rings)]
+        order = []
+        for local in nodes.values():
+            first = ring * len(local) // rings
+            order += local[first:] + local[:first]
         for pair in ring_pairs(order):
             pairs[pair] = pairs.get(pair, 0.0) + size / rings
     return Transfers.of(pairs)
@@ -61,7 +64,3 @@ def _along_rings(cluster: Cluster, size: float) -> Transfers:
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-
-
-def _rotated(ranks: list[int], by: int) -> list[int]:
-    return ranks[by:] + ranks[:by]

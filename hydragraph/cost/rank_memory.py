@@ -6,10 +6,12 @@ A rank's shard of the state needs 16 bytes per trained element (weight, gradient
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from operator import itemgetter
 from typing import Protocol
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
@@ -79,12 +81,10 @@ class MemoryCurve:
     points: tuple[tuple[float, int], ...]
 
     def at(self, seconds: float) -> int:
-        size_then = self.points[0][1] if self.points else self.peak.total
-        for begin, size in self.points:
-            if begin > seconds:
-                break
-            size_then = size
-        return size_then
+        if not self.points:
+            return self.peak.total
+        after = bisect_right(self.points, seconds, key=itemgetter(0))
+        return self.points[max(after - 1, 0)][1]
 
 
 class Blocks(Protocol):

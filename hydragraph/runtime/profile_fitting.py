@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.measured_profile import Profile, Scheme
-from hydragraph.cost.reach import WHOLE, Near, Reach, ordered
+from hydragraph.cost.reach import WHOLE, Reach, ordered
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
@@ -40,34 +40,27 @@ PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 @dataclass(frozen=True)
 class CurveFit:
-    """Constants of T = c + sum of (a l^2 + b l) over the lengths l of a micro-batch's sequences.
+    """Fitted time of micro-batches.
 
     Attributes:
-        a, b, c: constants in s / token^2, s / token and s; 0 if the measurements do not show them.
+        constants: 0 if the measurements do not show them.
         residual: root mean square relative error, weighted by time.
         quadratic: fraction of the longest micro-batch's time that attention takes.
-        near: for each attention window or chunk size, seconds per pair of tokens.
     """
 
-    a: float
-    b: float
-    c: float
+    constants: Constants
     residual: float
     quadratic: float
-    near: Near = ()
-
-    @property
-    def constants(self) -> Constants:
-        return Constants(self.a, self.b, self.c, self.near)
 
     @property
     def failure(self) -> str | None:
         """Return why the fit is unusable, or None if it is usable."""
-        numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
+        k = self.constants
+        numbers = f"(a = {k.a:.3g}, b = {k.b:.3g}, c = {k.c:.3g}, residual {self.residual:.1%})"
         # With short windows, quadratic cost looks linear, so the fit may confuse both.
-        if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
+        if not k.near and (k.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
-        if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
+        if k.b <= 0 and not any(constant > 0 for _, constant in k.near):
             return f"the time per token is below the noise: measure more token counts {numbers}"
         if not self.residual <= WORST_RESIDUAL:
             return (
@@ -79,7 +72,7 @@ class CurveFit:
     @property
     def doubt(self) -> str | None:
         """Return a warning if the constants are usable but uncertain, else None."""
-        if self.near or self.quadratic >= 2 * self.residual:
+        if self.constants.near or self.quadratic >= 2 * self.residual:
             return None
         return (
             f"the quadratic part takes {self.quadratic:.1%} of the longest micro-batch's time, with a residual of "
@@ -110,8 +103,8 @@ def fit_work(
     attention += constants[FIRST_NEAR:] @ rows[longest, FIRST_NEAR:]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
     a, b, c, *near_constants = constants.tolist()
-    near = ordered(dict(zip(limited, near_constants, strict=True)))
-    return CurveFit(a, b, c, _residual(predicted, measured, measured), float(part), near)
+    fitted = Constants(a, b, c, ordered(dict(zip(limited, near_constants, strict=True))))
+    return CurveFit(fitted, _residual(predicted, measured, measured), float(part))
 
 
 @dataclass(frozen=True)
@@ -134,15 +127,15 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured, alike))
 
 
-def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
+def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fitted: Constants) -> int:
     """Return UtilLen: the number of tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
 
     Attention's time, which depends on how tokens are divided into sequences, is subtracted first.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
-    attention = fit.a * rows[:, QUADRATIC]
-    for reach, constant in fit.near:
+    attention = fitted.a * rows[:, QUADRATIC]
+    for reach, constant in fitted.near:
         attention = attention + constant * np.array([float(sum(map(reach.pairs, m))) for m in micro_batches])
     linear = np.maximum(measured - attention, 1e-3 * measured)
     tokens = np.unique(rows[:, LINEAR])
@@ -239,7 +232,7 @@ def fit_profile(
             pieces[kind] = fitted
         # Kinds of stages with the same degree share UtilLen.
         if kind == StageKind(kind.tp):
-            util[kind.tp] = util_len(measured.rows, whole, fit)
+            util[kind.tp] = util_len(measured.rows, whole, fit.constants)
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
     failed = {s: unfit[StageKind(s[0])] for s in schemes if s not in fits}
     failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
@@ -281,7 +274,7 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
         span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
         fits.append(measured.fit(span))
         first = last
-    return max(fits, key=lambda fit: float(fit.constants.work(useful)) + fit.c)
+    return max(fits, key=lambda fit: float(fit.constants.work(useful)) + fit.constants.c)
 
 
 def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
