@@ -18,10 +18,15 @@ VariantOf = Callable[[Block, StagePart], Variant]
 
 
 class CompiledBlocks:
-    """`PricedBlocks` of a captured model, from its compiled graphs.
+    """Exact memory of a captured model's blocks, from their compiled graphs.
 
     Args:
         compiled: returns a block's graphs, like `passes.variants.Variants.get`.
+
+    Attributes:
+        itemsize: bytes per element of pulled weights.
+        push_itemsize: bytes per element of pushed gradients.
+        hidden_bytes: bytes of one token's hidden state.
     """
 
     def __init__(self, program: Program, compiled: VariantOf) -> None:
@@ -43,10 +48,11 @@ class CompiledBlocks:
         return self._halves(self._variant(block, part), StagePart(part.kind), batch)
 
     def adds(self, block: str, part: StagePart) -> bool:
+        """Return whether a block's products add weight gradients directly to the sums of earlier micro-batches."""
         return bool(self._variant(block, part).added)
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; computed for the stage's first rank."""
+        """Return the fraction of full recomputation's operations that the first rank's memory budget repeats."""
         whole = kind._replace(sums_in_pieces=False)
         kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
         plain, budgeted, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)

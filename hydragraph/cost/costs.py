@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.corrections import Corrections
@@ -27,7 +27,7 @@ from hydragraph.cost.longest_micro_batch import LongestMicroBatch
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.memory_curves import memory_curves
 from hydragraph.cost.pricing import Pricing, micro_batches_of
-from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES, Memory, MemoryCurve, PricedBlocks
+from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES, Memory, MemoryCurve
 from hydragraph.cost.shared_stage_costs import turns
 from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.cost.timeline import Curves, Timeline, run
@@ -41,6 +41,9 @@ from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from hydragraph.cost.rank_memory import Blocks
 
 FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
@@ -74,7 +77,7 @@ class Costs(Pricing):
         health: Health | None = None,
         *,
         home: Home | None = None,
-        blocks: PricedBlocks | None = None,
+        blocks: Blocks | None = None,
         state_bytes: int = ADAMW_STATE_BYTES,
         corrections: Corrections | None = None,
         push_itemsize: int = GRADIENT_BYTES,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise, zip_longest
+from typing import TYPE_CHECKING
 
 from hydragraph.cost.accounts import TRANSFERS, TimeKind
 from hydragraph.cost.block_pieces import AUX, BlockPiece
@@ -19,7 +20,7 @@ from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.partial_recomputation import within_budget
 from hydragraph.cost.profile_blocks import ProfileBlocks
 from hydragraph.cost.published_errors import FLAT, published_error
-from hydragraph.cost.rank_memory import PricedBlocks, Walk
+from hydragraph.cost.rank_memory import Walk
 from hydragraph.cost.stage_costs import Hop, Ring, StageCost
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, HomeTraffic
 from hydragraph.errors import Unsupported
@@ -33,6 +34,9 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import PIECES, StageKind
 from hydragraph.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from hydragraph.cost.rank_memory import Blocks
 
 # Message size to compare links.
 MESSAGE_BYTES = 1 << 20
@@ -48,7 +52,7 @@ class Pricing:
         cluster: Cluster,
         health: Health | None,
         home: Home,
-        blocks: PricedBlocks | None,
+        blocks: Blocks | None,
         state_bytes: int,
         corrections: Corrections | None,
         push_itemsize: int,
@@ -73,7 +77,7 @@ class Pricing:
         self.outline = self.sizes.outline
         self.buckets = self.sizes.buckets
         types = tuple(cluster.types)
-        self.blocks: PricedBlocks = blocks or ProfileBlocks(profile, self.sizes, types, push_itemsize, self.pieces)
+        self.blocks: Blocks = blocks or ProfileBlocks(profile, self.sizes, types, push_itemsize, self.pieces)
         self._within_budget = cache(self._budgeted)
         self.home = home
         self.state_bytes = state_bytes

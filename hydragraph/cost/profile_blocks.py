@@ -12,7 +12,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 
 class ProfileBlocks:
-    """Memory of blocks; see `cost.rank_memory.Blocks`.
+    """Approximate memory of blocks, with the interface of `CompiledBlocks`.
 
     Args:
         types: device types; a block needs the same memory on all of them.
@@ -60,7 +60,7 @@ class ProfileBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; an upper estimate, because profiles measure unsplit backwards."""
+        """Return an upper estimate, because profiles measure unsplit backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
@@ -68,7 +68,7 @@ class ProfileBlocks:
         return lines is not None and lines.added
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; without graphs, operations are assumed to be proportional to memory."""
+        """See `CompiledBlocks`; without graphs, operations are assumed to be proportional to memory."""
         return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:

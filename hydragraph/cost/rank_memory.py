@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from operator import itemgetter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
 from hydragraph.cost.live_values import Alive
@@ -20,7 +20,6 @@ from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, BucketTr
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind
-from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT, most_in_flight
@@ -29,8 +28,14 @@ from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import Placement, place
 from hydragraph.passes.stream import turns
 from hydragraph.spec.home import Home
-from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from hydragraph.cost.compiled_blocks import CompiledBlocks
+    from hydragraph.cost.profile_blocks import ProfileBlocks
+
+    Blocks = CompiledBlocks | ProfileBlocks
 
 ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
@@ -87,40 +92,6 @@ class MemoryCurve:
         return self.points[max(after - 1, 0)][1]
 
 
-class Blocks(Protocol):
-    """Model data for a `Walk`: exact from compiled graphs, or approximate from a profile.
-
-    Attributes:
-        itemsize: bytes per element of pulled weights.
-        push_itemsize: bytes per element of pushed gradients.
-        hidden_bytes: bytes of one token's hidden state.
-    """
-
-    outline: Outline
-    buckets: tuple[Bucket, ...]
-    itemsize: int
-    push_itemsize: int
-    hidden_bytes: int
-
-    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint: ...
-
-    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint: ...
-
-    def adds(self, block: str, part: StagePart) -> bool:
-        """Return whether a block's products add weight gradients directly to the sums of earlier micro-batches."""
-        ...
-
-    def aux_bytes(self, batch: MicroBatch) -> int: ...
-
-
-class PricedBlocks(Blocks, Protocol):
-    """`Blocks` that `Costs` can price."""
-
-    def repeated(self, block: str, kind: StageKind) -> float:
-        """Return the fraction of full recomputation's operations that a memory budget repeats."""
-        ...
-
-
 def batch_bytes(own: int, every: int) -> int:
     """Return a mini-batch's bytes: ids, positions and labels of a rank's tokens, and shifted labels of all tokens."""
     return INTEGER_BYTES * (3 * own + every)
@@ -170,6 +141,7 @@ class Walk:
     """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
     Args:
+        blocks: the blocks' memory, exact or approximate.
         messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
         traffic: layouts of all buckets, reusable for other ranks; default: ranks own equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.

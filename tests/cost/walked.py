@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import Blocks, Memory, Walk
+from hydragraph.cost.rank_memory import Memory, Walk
 from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from hydragraph.cost.rank_memory import Blocks
 
 
 def rank_memory(
