@@ -141,18 +141,8 @@ class Costs(Pricing):
             longest = [tokens or max(SHORTEST, self.useful_tokens(p)) for p in strategy.pipelines]
             beside = list(map(max, beside, self.beside(strategy, longest)))
         element_bytes = self.state_bytes + GRADIENT_BYTES
-        room = tuple((self.memory_of(rank) - need - messages) / element_bytes for rank, need in enumerate(beside))
-        return HomeQuestion(
-            self.outline,
-            self.buckets,
-            tuple(strategies),
-            self.cluster,
-            home,
-            self.sizes.itemsize,
-            health=self.health,
-            room=room,
-            push_itemsize=self.push_itemsize,
-        )
+        room = [(self.memory_of(rank) - need - messages) / element_bytes for rank, need in enumerate(beside)]
+        return self.question(strategies, home, room)
 
     def pipeline(
         self,

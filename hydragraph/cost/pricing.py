@@ -15,6 +15,7 @@ from hydragraph.cost.block_pieces import AUX, BlockPiece
 from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.exchanges import ring_pairs
 from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.home_choice import HomeQuestion
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.partial_recomputation import within_budget
@@ -256,6 +257,19 @@ class Pricing:
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
         uses = Counter(resource for pair in pairs for resource in self.cluster.resources(*pair))
         return Hop(tuple(links), self.sizes.hidden_bytes, max(uses.values()), self.transfer_factors[TimeKind.P2P])
+
+    def question(self, strategies: Sequence[Strategy], home: Home, room: Sequence[float] | None = None) -> HomeQuestion:
+        return HomeQuestion(
+            self.outline,
+            self.buckets,
+            tuple(strategies),
+            self.cluster,
+            home,
+            self.sizes.itemsize,
+            health=self.health,
+            room=None if room is None else tuple(room),
+            push_itemsize=self.push_itemsize,
+        )
 
     def home_of(self, bucket: Bucket) -> Layout:
         return self._owners.of(bucket)

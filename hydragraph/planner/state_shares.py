@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.home_choice import HomeQuestion, choose_home
+from hydragraph.cost.home_choice import choose_home
 from hydragraph.planner.bisection import bisect
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -183,18 +183,8 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     nodes = home_nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):
         return given.without_rule
-    asked = HomeQuestion(
-        costs.outline,
-        costs.buckets,
-        (strategy,),
-        costs.cluster,
-        Home(copies=given.copies, nodes=given.nodes, rule="stages" if room is None else "auto"),
-        costs.sizes.itemsize,
-        health=costs.health,
-        room=None if room is None else tuple(room),
-        push_itemsize=costs.push_itemsize,
-    )
-    return choose_home(asked)
+    home = Home(copies=given.copies, nodes=given.nodes, rule="stages" if room is None else "auto")
+    return choose_home(costs.question((strategy,), home, room))
 
 
 def _plain(share: float) -> float:

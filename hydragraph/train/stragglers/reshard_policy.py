@@ -151,19 +151,10 @@ class Following:
         room = None
         if costs.free_bytes is not None:
             room = tuple(free / costs.held_per_element for free in costs.free_bytes)
-        asked = self.memory
-        return HomeQuestion(
-            asked.outline,
-            tuple(self.buckets),
-            tuple(mix),
-            asked.cluster,
-            Home(copies=self.home.copies, nodes=self.home.nodes, rule=self.rule),
-            asked.sizes.itemsize,
-            tuple(map(float, mix.values())),
-            health,
-            room,
-            asked.push_itemsize,
-        )
+        home = Home(copies=self.home.copies, nodes=self.home.nodes, rule=self.rule)
+        question = self.memory.question(tuple(mix), home, room)
+        weights = tuple(map(float, mix.values()))
+        return replace(question, buckets=tuple(self.buckets), weights=weights, health=health)
 
     def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> RunEvent:
         went = sum(received(self.home, home, self.ranks, self.buckets))
