@@ -26,9 +26,9 @@ from functools import cache
 
 import numpy as np
 
-from hydragraph.cost.actors import Actor, StageMessage, message_of
+from hydragraph.cost.actors import Actor, message_of
 from hydragraph.cost.instruction_work import SHARES, Priced
-from hydragraph.cost.shared_ports import Flow, Flows
+from hydragraph.cost.shared_ports import Flow, Flows, Used
 from hydragraph.cost.traffic import Passage, Roads
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.instruction_text import instruction_text
@@ -65,53 +65,72 @@ class _Meeting:
     entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Transfers of an actor that run one at a time.
+
+    Attributes:
+        next: position of the first transfer that has not begun.
+        free: when the previous transfer ended; UNKNOWN while it is in flight.
+        before: the previous transfer, or -1.
+    """
+
+    transfers: tuple[int, ...]
+    next: int = 0
+    free: float = 0.0
+    before: int = -1
+
+
+class _Progress:
+    """Progress of one actor.
+
+    Attributes:
+        at, clock, latest: position in the queue of computations, when the previous computation ended, and its index.
+        summed: push -> when second owners can receive its sums.
+        open: number of transfers that have not ended.
+        other: end and index of the transfer that ended last.
+    """
+
+    def __init__(self, number: int, actor: Actor, work: Priced) -> None:
+        program = actor.program
+        n = len(program.instructions)
+        self.number = number
+        self.actor = actor
+        self.program = program
+        none = array("i", [-1]) * n
+        self.times = Times(array("d", [0.0]) * n, array("d", [UNKNOWN]) * n, none, none[:], {})
+        self.durations = _durations(actor, work)
+        self.arriving = {message_of(program.instructions[i]): i for i in program.receives}
+        self.at = 0
+        self.clock = 0.0
+        self.latest = -1
+        handed_on = tuple(i for i in program.pushes if len(work.handed_on(program.instructions[i].target)))
+        transfers = (program.pulls, program.pushes, program.sends, handed_on, program.copies)
+        self.queues = [_Queue(each) for each in transfers]
+        self.handed_on = frozenset(handed_on)
+        self.summed: dict[int, float] = {}
+        self.open = sum(map(len, transfers)) - len(handed_on) + len(program.receives)
+        self.other = (0.0, -1)
+
+
 class Engine:
     def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
-        self.actors = actors
         self._work = work
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
         handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
         self._roads = Roads(cluster, group, handling)
+        self._passage = cache(self._roads.passage)
         self._flows = Flows()
         self._group = group.tolist()
-        self._passage = cache(self._roads.passage)
-        sizes = [len(actor.program.instructions) for actor in actors]
-        self.times = [
-            Times(array("d", [0.0]) * n, array("d", [UNKNOWN]) * n, array("i", [-1]) * n, array("i", [-1]) * n, {})
-            for n in sizes
-        ]
-        self._durations = [_durations(actor, work) for actor in actors]
-        self._arriving = [_receives(actor) for actor in actors]
+        self._actors = [_Progress(a, actor, work) for a, actor in enumerate(actors)]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # push -> when second owners can receive its sums
-        self._at = [0] * len(actors)
-        self._clock = [0.0] * len(actors)
-        self._latest = [-1] * len(actors)
-        self._queues = [
-            (
-                p.pulls,
-                p.pushes,
-                p.sends,
-                tuple(i for i in p.pushes if len(work.handed_on(p.instructions[i].target))),
-                p.copies,
-            )
-            for p in (actor.program for actor in actors)
-        ]
-        self._handed_on = [frozenset(queues[_HAND]) for queues in self._queues]
-        self._next = [[0] * 5 for _ in actors]
-        self._free: list[list[float]] = [[0.0] * 5 for _ in actors]  # UNKNOWN while a transfer is in flight
-        self._before = [[-1] * 5 for _ in actors]
-        self._open = [
-            sum(map(len, (p.pulls, p.pushes, p.sends, p.receives, p.copies))) for p in (a.program for a in actors)
-        ]
-        self._other: list[tuple[float, int]] = [(0.0, -1)] * len(actors)  # (end, index) of the transfer that ended last
         self._committing: dict[int, tuple[float, int, int, int]] = {}
         self._committers = sum(
             any(a.program.instructions[i].op is Op.COMMIT for i in a.program.compute) for a in actors
         )
-        self._dirty: deque[int] = deque()
+        self._dirty = deque(self._actors)
 
     def run(self) -> list[Times]:
         """Return the times of every actor.
@@ -119,166 +138,136 @@ class Engine:
         Raises:
             ValueError: the programs never end.
         """
-        self._dirty.extend(range(len(self.actors)))
         self._settle()
         for now, flow in self._flows.ended():
-            self._finish(flow.actor, flow.index, now)
+            self._finish(self._actors[flow.actor], flow.index, now)
             self._settle()
-        for a, actor in enumerate(self.actors):
-            if self._at[a] < len(actor.program.compute) or self._open[a]:
-                raise ValueError(self._stuck(a, actor))
-        return self.times
-
-    def _stuck(self, a: int, actor: Actor) -> str:
-        program = actor.program
-        at = program.compute[self._at[a]] if self._at[a] < len(program.compute) else None
-        if at is None:
-            ends = zip(program.instructions, self.times[a].end, strict=True)
-            at = next(i for i, (instruction, end) in enumerate(ends) if end < 0 and instruction.op is not Op.FREE)
-        where = " ".join(instruction_text(program.instructions[at]).split())
-        return (
-            f"rank {actor.ranks[0]} never ends, because its instruction {at}, {where!r}, never begins: pass these "
-            "programs to verify(), which names the waiting ranks"
-        )
+        for actor in self._actors:
+            if actor.at < len(actor.program.compute) or actor.open:
+                raise ValueError(_stuck(actor))
+        return [actor.times for actor in self._actors]
 
     def _settle(self) -> None:
         while self._dirty:
-            a = self._dirty.popleft()
-            self._compute(a)
+            actor = self._dirty.popleft()
+            self._compute(actor)
             for queue in (_PULL, _PUSH, _SEND, _HAND, _COPY):
-                self._transfer(a, queue)
+                self._transfer(actor, queue)
 
-    def _compute(self, a: int) -> None:
-        program = self.actors[a].program
-        times = self.times[a]
-        durations = self._durations[a]
-        queue = program.compute
-        needs = program.needs
+    def _compute(self, own: _Progress) -> None:
+        queue = own.program.compute
+        needs = own.program.needs
+        times = own.times
         begin = times.begin
         end = times.end
-        by_actor = times.actor
-        by_index = times.index
-        at = self._at[a]
-        clock = self._clock[a]
-        latest = self._latest[a]
-        while at < len(queue):
-            i = queue[at]
-            ready = clock
-            cause = latest
+        while own.at < len(queue):
+            i = queue[own.at]
+            ready = own.clock
+            cause = own.latest
             for need in needs[i]:
                 made_at = end[need]
                 if made_at < 0:
-                    ready = UNKNOWN
-                    break
+                    return
                 if made_at > ready:
                     ready = made_at
                     cause = need
-            if ready < 0:
-                break
-            seconds = durations[i]
+            seconds = own.durations[i]
             if seconds < 0:
-                if not self._commit(a, i, ready, cause):
-                    break
-                at = self._at[a]
-                clock = self._clock[a]
-                latest = self._latest[a]
+                if not self._commit(own, i, ready, cause):
+                    return
                 continue
             begin[i] = ready
-            clock = end[i] = ready + seconds
-            by_actor[i], by_index[i] = (a, cause) if cause >= 0 else (-1, -1)
-            latest = i
-            at += 1
-        self._at[a] = at
-        self._clock[a] = clock
-        self._latest[a] = latest
+            own.clock = end[i] = ready + seconds
+            times.actor[i], times.index[i] = (own.number, cause) if cause >= 0 else (-1, -1)
+            own.latest = i
+            own.at += 1
 
-    def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        if self._open[a] or a in self._committing:
+    def _commit(self, own: _Progress, i: int, ready: float, cause: int) -> bool:
+        if own.open or own.number in self._committing:
             return False
-        other, index = self._other[a]
+        other, index = own.other
         if other > ready:
             ready = other
             cause = index
-        self._committing[a] = (ready, i, a, cause)
+        self._committing[own.number] = (ready, i, own.number, cause)
         if len(self._committing) < self._committers:
             return False
         last = max(self._committing.values(), key=lambda arrival: arrival[0])
         over = last[0] + self._work.commit_s()
         for b, (_, j, _, _) in self._committing.items():
-            times = self.times[b]
+            peer = self._actors[b]
+            times = peer.times
             times.begin[j] = last[0]
             times.end[j] = over
             times.actor[j], times.index[j] = (last[2], last[3]) if last[3] >= 0 else (-1, -1)
-            self._at[b] += 1 if b != a else 0
-            self._clock[b] = over
-            self._latest[b] = j
-            if b != a:
-                self._dirty.append(b)
-        self._at[a] = self.actors[a].program.compute.index(i) + 1
+            peer.at += 1
+            peer.clock = over
+            peer.latest = j
+            if peer is not own:
+                self._dirty.append(peer)
         return True
 
-    def _transfer(self, a: int, queue: int) -> None:
-        while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
-            i = self._queues[a][queue][self._next[a][queue]]
-            ready = self._free[a][queue]
-            cause = self._before[a][queue]
-            if queue == _HAND:
-                if i not in self._summed[a]:
+    def _transfer(self, own: _Progress, kind: int) -> None:
+        queue = own.queues[kind]
+        while queue.next < len(queue.transfers) and queue.free >= 0:
+            i = queue.transfers[queue.next]
+            ready = queue.free
+            cause = queue.before
+            if kind == _HAND:
+                if i not in own.summed:
                     return
-                self._free[a][queue] = UNKNOWN
-                self._next[a][queue] += 1
-                self._enter(a, i, max(ready, self._summed[a][i]), i, queue)
-                continue
-            end = self.times[a].end
-            for need in self.actors[a].program.needs[i]:
-                if end[need] < 0:
-                    return
-                if end[need] > ready:
-                    ready = end[need]
-                    cause = need
-            self._free[a][queue] = UNKNOWN
-            self._next[a][queue] += 1
-            if queue == _SEND:
-                self._send(a, i, ready, cause)
-            elif queue == _COPY:
-                copy = self.actors[a].program.instructions[i]
-                assert copy.micro_batch is not None, "a copy must have a micro-batch"
-                seconds = self._work.copying(copy.target, self.actors[a].ranks, copy.micro_batch)
-                self._begin(a, i, ready, (a, cause), seconds, ())
+                ready = max(ready, own.summed[i])
+                cause = i
             else:
-                self._enter(a, i, ready, cause, queue)
+                end = own.times.end
+                for need in own.program.needs[i]:
+                    if end[need] < 0:
+                        return
+                    if end[need] > ready:
+                        ready = end[need]
+                        cause = need
+            queue.free = UNKNOWN
+            queue.next += 1
+            if kind == _SEND:
+                self._send(own, i, ready, cause)
+            elif kind == _COPY:
+                copy = own.program.instructions[i]
+                assert copy.micro_batch is not None, "a copy must have a micro-batch"
+                seconds = self._work.copying(copy.target, own.actor.ranks, copy.micro_batch)
+                self._begin(own, i, ready, (own.number, cause), seconds, ())
+            else:
+                self._enter(own, i, ready, cause, kind)
 
-    def _send(self, a: int, i: int, ready: float, cause: int) -> None:
-        actor = self.actors[a]
-        message, _ = actor.program.messages[i]
-        role = actor.role_of[message.micro_batch]
+    def _send(self, own: _Progress, i: int, ready: float, cause: int) -> None:
+        message, _ = own.program.messages[i]
+        role = own.actor.role_of[message.micro_batch]
         size = self._work.message_bytes(role.pipeline, message.micro_batch - role.micro_batches.start)
-        seconds, used = self._roads.message(actor.pairs(i), size) if size is not None else (0.0, ())
-        self._begin(a, i, ready, (a, cause), seconds, used)
+        seconds, used = self._roads.message(own.actor.pairs(i), size) if size is not None else (0.0, ())
+        self._begin(own, i, ready, (own.number, cause), seconds, used)
 
-    def _begin(
-        self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
-    ) -> None:
-        times = self.times[a]
-        if i in self._summed[a]:  # the time between the two halves of a push counts as transfer
-            times.alone[i] += ready - self._summed[a][i] + seconds
+    def _begin(self, own: _Progress, i: int, ready: float, cause: tuple[int, int], seconds: float, used: Used) -> None:
+        times = own.times
+        if i in own.summed:  # the time between the two halves of a push counts as transfer
+            times.alone[i] += ready - own.summed[i] + seconds
         else:
             times.begin[i] = ready
             times.alone[i] = seconds
             times.actor[i], times.index[i] = cause if cause[1] >= 0 else (-1, -1)
-        self._flows.begin(ready, Flow(a, i, seconds, used))
+        self._flows.begin(ready, Flow(own.number, i, seconds, used))
 
-    def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
-        meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
+    def _enter(self, own: _Progress, i: int, ready: float, cause: int, queue: int) -> None:
+        meeting = self._meeting(queue, own.program.instructions[i].target)
+        a = own.number
         row = meeting.passage.partners[a]
         if not row[a]:
-            self._begin(a, i, ready, (a, cause), 0.0, ())
+            self._begin(own, i, ready, (a, cause), 0.0, ())
             return
         meeting.entered[a] = (i, ready, (a, cause))
         if meeting.passage.whole:
-            if len(meeting.entered) == len(self.actors):
+            count = len(self._actors)
+            if len(meeting.entered) == count:
                 last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equally late actors
-                self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
+                self._begin_together(meeting, range(count), [last] * count)
             return
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
@@ -290,9 +279,9 @@ class Engine:
     def _begin_together(self, meeting: _Meeting, actors: Sequence[int], lasts: Sequence[int]) -> None:
         passage = meeting.passage
         for b, last in zip(actors, lasts, strict=True):
-            own = meeting.entered[b][0]
+            i = meeting.entered[b][0]
             _, ready, cause = meeting.entered[last]
-            self._begin(b, own, ready, cause, float(passage.seconds[b]), passage.occupied[b])
+            self._begin(self._actors[b], i, ready, cause, float(passage.seconds[b]), passage.occupied[b])
 
     def _meeting(self, queue: int, bucket: str) -> _Meeting:
         if (queue, bucket) not in self._meetings:
@@ -302,59 +291,61 @@ class Engine:
                 else self._work.moved(Op.PULL if queue == _PULL else Op.PUSH, bucket)
             )
             passage = self._passage(moved)
-            count = len(self.actors)
+            count = len(self._actors)
             self._meetings[queue, bucket] = _Meeting(
                 passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {}
             )
         return self._meetings[queue, bucket]
 
-    def _finish(self, a: int, i: int, now: float) -> None:
-        times = self.times[a]
-        actor = self.actors[a]
-        op = actor.program.instructions[i].op
-        queue = _QUEUES[op]
-        if queue == _PUSH and i in self._handed_on[a]:
-            if i in self._summed[a]:
-                queue = _HAND
-            else:
-                self._summed[a][i] = now
-                self._free[a][queue] = now
-                self._before[a][queue] = i
-                self._dirty.append(a)
-                return
-        times.end[i] = now
-        self._free[a][queue] = now
-        self._before[a][queue] = i
-        self._close(a, i, now)
-        if op is Op.SEND:
-            self._arrive(a, i, now)
-
-    def _close(self, a: int, i: int, now: float) -> None:
-        self._open[a] -= 1
-        if now >= self._other[a][0]:
-            self._other[a] = now, i
-        self._dirty.append(a)
-
-    def _arrive(self, a: int, i: int, now: float) -> None:
-        actor = self.actors[a]
-        message, turn = actor.program.messages[i]
-        target = actor.receivers(message)
-        if (turn + 1) * len(actor.ranks) < len(target):
+    def _finish(self, own: _Progress, i: int, now: float) -> None:
+        op = own.program.instructions[i].op
+        first_half = i in own.handed_on and i not in own.summed
+        queue = own.queues[_HAND if i in own.summed else _QUEUES[op]]
+        queue.free = now
+        queue.before = i
+        if first_half:
+            own.summed[i] = now
+            self._dirty.append(own)
             return
-        b = self._group[target[0]]
-        index = self._arriving[b].get(message)
+        own.times.end[i] = now
+        self._close(own, i, now)
+        if op is Op.SEND:
+            self._arrive(own, i, now)
+
+    def _close(self, own: _Progress, i: int, now: float) -> None:
+        own.open -= 1
+        if now >= own.other[0]:
+            own.other = now, i
+        self._dirty.append(own)
+
+    def _arrive(self, own: _Progress, i: int, now: float) -> None:
+        message, turn = own.program.messages[i]
+        target = own.actor.receivers(message)
+        if (turn + 1) * len(own.actor.ranks) < len(target):
+            return
+        receiver = self._actors[self._group[target[0]]]
+        index = receiver.arriving.get(message)
         if index is None:
             return
-        times = self.times[b]
+        times = receiver.times
         times.begin[index] = times.end[index] = now
-        times.actor[index] = a
+        times.actor[index] = own.number
         times.index[index] = i
-        self._close(b, index, now)
+        self._close(receiver, index, now)
 
 
-def _receives(actor: Actor) -> dict[StageMessage, int]:
-    program = actor.program
-    return {message_of(program.instructions[i]): i for i in program.receives}
+def _stuck(own: _Progress) -> str:
+    program = own.program
+    if own.at < len(program.compute):
+        at = program.compute[own.at]
+    else:
+        ends = zip(program.instructions, own.times.end, strict=True)
+        at = next(i for i, (instruction, end) in enumerate(ends) if end < 0 and instruction.op is not Op.FREE)
+    where = " ".join(instruction_text(program.instructions[at]).split())
+    return (
+        f"rank {own.actor.ranks[0]} never ends, because its instruction {at}, {where!r}, never begins: pass these "
+        "programs to verify(), which names the waiting ranks"
+    )
 
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
