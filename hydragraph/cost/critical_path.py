@@ -84,11 +84,9 @@ class CriticalPath:
 
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
-    chain = list(_chain(times))
-    chain.reverse()
     steps: list[PathStep] = []
     run: list[tuple[int, int]] = []
-    for a, i in chain:
+    for a, i in reversed(list(_chain(times))):
         if run and not _together(actors, run[-1], (a, i)):
             steps.append(_step(actors, times, run))
             run = []

@@ -218,16 +218,9 @@ class Operations:
     before_sums: tuple[tuple[Product, ...], ...] = ()
     frozen_products: tuple[Product, ...] = ()
 
-    @property
-    def linear(self) -> float:
-        return _linear(self.products)
 
-    @property
-    def frozen_linear(self) -> float:
-        return _linear(self.frozen_products)
-
-
-def _linear(products: Iterable[Product]) -> float:
+def linear(products: Iterable[Product]) -> float:
+    """Return the number of operations per token."""
     return sum(2.0 * times * n * k for times, n, k in products)
 
 

@@ -268,7 +268,7 @@ class Walk:
         elif instruction.op is Op.RECEIVE:
             self._hidden(instruction.writes[0])
         elif instruction.op is Op.SEND:
-            self._send(instruction)
+            self._alive.add(instruction.writes[0], "messages", 0, *instruction.reads)
         elif instruction.op is Op.PUSH:
             self._push(instruction.target)
         self._measure(0)
@@ -292,10 +292,6 @@ class Walk:
         self._alive.add(host, "activations", block.small, saved, named={names[keep] for keep in stays})
         self._on_host[host] = moved
         self._most_on_host = max(self._most_on_host, sum(self._on_host.values()))
-
-    def _send(self, instruction: Instruction) -> None:
-        (message,) = instruction.writes
-        self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
         if self._messages:

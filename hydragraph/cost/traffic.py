@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,7 +101,7 @@ class Roads:
         kinds = {number: kind for kind, numbers in enumerate(self._of_kind) for number in numbers}
         self._kind = np.array([kinds[node] for node in nodes], dtype=np.int64)
         self._kinds = len(self._of_kind)
-        self._ways_of: dict[tuple[Pair, ...], tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]] = {}
+        self._ways = cache(self._find_ways)
 
     @cached_property
     def _links(self) -> LinkTable:
@@ -177,13 +177,10 @@ class Roads:
         return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return the seconds of equal, concurrent messages in disjoint pairs of ranks, and resources' busy
-        fractions."""
-        if pairs not in self._ways_of:
-            self._ways_of[pairs] = self._ways(pairs)
+        """Return the seconds of equal, concurrent messages in disjoint pairs, and each resource's busy part."""
         seconds = 0.0
         used: dict[int, float] = {}
-        for link, ports, cards in self._ways_of[pairs]:
+        for link, ports, cards in self._ways(pairs):
             moving = size / link.bandwidth(size) if size > 0 else 0.0
             seconds = max(seconds, link.latency_s + moving)
             for port in ports:
@@ -193,7 +190,7 @@ class Roads:
                 seconds = max(seconds, link.latency_s + used[card])
         return seconds, tuple((resource, busy / seconds) for resource, busy in used.items() if busy > 0)
 
-    def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]:
+    def _find_ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]:
         ways = []
         groups = self._groups
         for a, b in pairs:

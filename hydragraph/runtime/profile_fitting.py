@@ -292,9 +292,10 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
 
 
 def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] = ()) -> NDArray[np.float64]:
-    pairs = [[float(sum(map(reach.pairs, m))) for reach in limited] for m in micro_batches]
-    polynomial_rows = [[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches]
-    return np.array([[*row, *more] for row, more in zip(polynomial_rows, pairs, strict=True)])
+    rows = [
+        [sum(n * n for n in m), sum(m), 1.0, *(sum(map(reach.pairs, m)) for reach in limited)] for m in micro_batches
+    ]
+    return np.array(rows, dtype=np.float64)
 
 
 def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:

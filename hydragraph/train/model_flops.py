@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from hydragraph.cost.datasheet import operations
+from hydragraph.cost.datasheet import linear, operations
 from hydragraph.ir.program import Program
 from hydragraph.spec.known_devices import sheet_of
 
@@ -29,7 +29,8 @@ def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -
     for block in program.blocks:
         work = operations(program, block, 1)
         times = 3 if work.parameters > work.frozen else times
-        linear = (times + scored) * work.linear - (work.frozen_linear if times > 1 else 0.0)
+        per_token = (times + scored) * linear(work.products)
+        per_token -= linear(work.frozen_products) if times > 1 else 0.0
         attention = sum(per_pair * pairs(reach) for reach, per_pair in work.attention.items())
-        flops += linear * sum(lengths) + (times + scored) * attention
+        flops += per_token * sum(lengths) + (times + scored) * attention
     return flops
