@@ -353,11 +353,8 @@ def _alike(k: Constants) -> StageCost:
     return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
 
 
-def _regular(scheme: Scheme, layers: int) -> list[tuple[StageKind, int]]:
-    return [(StageKind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0).stages]
-
-
 def _scheme_of(pipeline: Pipeline) -> Scheme | None:
     scheme = pipeline.stages[0].tp, len(pipeline.stages)
-    stages = [(s.kind, s.layers) for s in pipeline.stages]
-    return scheme if stages == _regular(scheme, pipeline.layers) and not pipeline.interleaved else None
+    regular = regular_pipeline(*scheme, pipeline.layers, 0)
+    one, other = ([(s.kind, s.layers) for s in each.stages] for each in (pipeline, regular))
+    return scheme if one == other and not pipeline.interleaved else None

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PREPARE_OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": True}
 _LOG2_E = math.log2(math.e)
 _MAX_STRIDE = 2**23  # elements, which keeps offsets in a tile below 2^31
 
@@ -343,8 +344,7 @@ def backward(
         SIZE=size,
         PADDED=padded(size, q.dtype),
         ROWS=64,
-        num_warps=4,
-        enable_fp_fusion=True,
+        **_PREPARE_OPTIONS,
     )
     inputs = (q, k, v, grad, delta, lse_log2)
     numbers = (
@@ -369,34 +369,26 @@ def backward(
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
     """Yield the kernels' variants for a compute capability; fp16 variants, similar to those for bf16, are omitted."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        yield _prepare_variant(name)
+        yield _variant(_prepare, name, "", {"SIZE": 128, "PADDED": 128, "ROWS": 64}, _PREPARE_OPTIONS)
         for options in _OPTIONS:
             for size, tiling in tilings(dtype, capability, options == _OPTIONS[0]).items():
-                yield _variant(_attend, name, size, tiling.forward, options)
-                yield _variant(_differentiate_queries, name, size, tiling.queries, options)
-                yield _variant(_differentiate_keys, name, size, tiling.keys, options)
+                parts = (tiling.forward, tiling.queries, tiling.keys)
+                for function, part in zip((_attend, _differentiate_queries, _differentiate_keys), parts, strict=True):
+                    constants = _constants(size, part, dtype, options)
+                    yield _variant(function, name, f" D{size}{options}", constants, part.options())
 
 
-def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling, options: _Options) -> KernelVariant:
+def _variant(
+    kernel: Kernel, dtype: str, form: str, constants: dict[str, object], options: dict[str, object]
+) -> KernelVariant:
     kinds = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{dtype}")
     kinds |= dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32") | {"starts": "*i32"}
     kinds |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32")
-    constants = _constants(size, tiling, torch.float32 if dtype == "fp32" else torch.bfloat16, options)
     names = kernel.compiled.arg_names
     strides = tuple(name for name in names if name.endswith(("_token", "_head")))
     signature = {name: kinds.get(name, "i32") for name in names if name not in constants}
-    label = f"attention {kernel.function.__name__} {dtype} D{size}{options}"
-    return KernelVariant(label, kernel, signature, constants, tiling.options(), strides)
-
-
-def _prepare_variant(dtype: str) -> KernelVariant:
-    pointers = {"out": f"*{dtype}", "grad": f"*{dtype}"} | dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32")
-    signature = pointers | dict.fromkeys(("tokens", "grad_token", "grad_head"), "i32")
-    constants = {"SIZE": 128, "PADDED": 128, "ROWS": 64}
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return KernelVariant(
-        f"attention _prepare {dtype}", _prepare, signature, constants, options, ("grad_token", "grad_head")
-    )
+    label = f"attention {kernel.function.__name__} {dtype}{form}"
+    return KernelVariant(label, kernel, signature, constants, options, strides)
 
 
 def _tilings(q: Tensor, settings: AttentionSettings) -> Tilings:
