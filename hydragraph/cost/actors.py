@@ -136,11 +136,8 @@ class Actor:
     def role_of(self) -> Mapping[int, PlacedRole]:
         return {m: role for role in self.roles for m in role.micro_batches}
 
-    def receivers(self, message: StageMessage) -> tuple[int, ...]:
-        return self._receivers[message]
-
     @cached_property
-    def _receivers(self) -> Mapping[StageMessage, tuple[int, ...]]:
+    def receivers(self) -> Mapping[StageMessage, tuple[int, ...]]:
         receivers = {}
         for role in self.roles:
             first, end = self.layers[role.visit]
@@ -152,7 +149,7 @@ class Actor:
     def pairs(self, index: int) -> tuple[Pair, ...]:
         """Return a send's (sender, receiver) pairs; each of the actor's ranks sends to at most one receiver."""
         message, turn = self.program.messages[index]
-        receivers = self.receivers(message)[turn * len(self.ranks) :]
+        receivers = self.receivers[message][turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
 
 

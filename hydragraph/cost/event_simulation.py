@@ -320,7 +320,7 @@ class Engine:
 
     def _arrive(self, own: _Progress, i: int, now: float) -> None:
         message, turn = own.program.messages[i]
-        target = own.actor.receivers(message)
+        target = own.actor.receivers[message]
         if (turn + 1) * len(own.actor.ranks) < len(target):
             return
         receiver = self._actors[self._group[target[0]]]

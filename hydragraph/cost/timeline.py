@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from hydragraph.cost.actors import Actor, rank_actors
 from hydragraph.cost.critical_path import CriticalPath, critical_path
 from hydragraph.cost.event_simulation import Engine, Times
 from hydragraph.cost.instruction_work import Priced
-from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
 from hydragraph.spec.cluster import Cluster
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_COMPUTING = tuple(op for op, rule in RULES.items() if rule.stream is Stream.COMPUTE)
 
-@dataclass(frozen=True)
-class SimulatedSpan:
+
+class SimulatedSpan(NamedTuple):
     """An instruction with its times in seconds."""
 
-    index: int
     instruction: Instruction
     start_s: float
     end_s: float
@@ -63,14 +63,15 @@ def _aligned(
 ) -> Iterator[SimulatedSpan]:
     at = 0
     end = 0.0
-    for i, instruction in enumerate(instructions):
-        if instruction.op is Op.FREE:
-            yield SimulatedSpan(i, instruction, end, end)
+    for instruction in instructions:
+        op = instruction.op
+        if op is Op.FREE:
+            yield SimulatedSpan(instruction, end, end)
             continue
-        while first[at].op is Op.FREE or (first[at].op is Op.SEND and instruction.op is not Op.SEND):
+        while first[at].op is Op.FREE or (first[at].op is Op.SEND and op is not Op.SEND):
             at += 1
-        yield SimulatedSpan(i, instruction, times.begin[at], times.end[at])
-        if instruction.stream is Stream.COMPUTE:
+        yield SimulatedSpan(instruction, times.begin[at], times.end[at])
+        if op in _COMPUTING:
             end = times.end[at]
         at += 1
 
