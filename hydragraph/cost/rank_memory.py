@@ -98,7 +98,7 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return the number of micro-batches beyond which more add only token ids to a stage's peak; None: no such number.
+    """Return how many micro-batches decide a stage's peak, to which further ones add only token ids; None: all do.
 
     The first stage stores the micro-batches in flight and one returning gradient. A later stage stores the
     micro-batches in flight, the next hidden state and two gradients in transit.

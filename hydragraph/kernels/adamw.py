@@ -190,19 +190,13 @@ def runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
 def launch(shard: Shard, settings: AdamWSettings) -> None:
     size = shard.weight.numel()
     body = size // UNIT * UNIT
+    constants = {"MAXIMIZE": settings.maximize, "COPY": shard.copy is not None, "BLOCK": _BLOCK}
     for low, high in ((0, body), (body, size)):
         if low < high:
             parts = shard.part(low, high).tensors()
-            _adamw[(-(-(high - low) // _BLOCK),)](
-                *parts[:4],
-                parts[-1],
-                high - low,
-                *settings.numbers(shard.step),
-                MAXIMIZE=settings.maximize,
-                COPY=shard.copy is not None,
-                BLOCK=_BLOCK,
-                **_OPTIONS,
-            )
+            grid = (-(-(high - low) // _BLOCK),)
+            numbers = settings.numbers(shard.step)
+            _adamw[grid](*parts[:4], parts[-1], high - low, *numbers, **constants, **_OPTIONS)
 
 
 def variants() -> Iterator[KernelVariant]:

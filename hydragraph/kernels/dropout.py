@@ -85,13 +85,8 @@ def _drop(  # type: ignore[no-untyped-def]
 def variants() -> Iterator[KernelVariant]:
     for name in ("bf16", "fp16", "fp32"):
         numbers = ("tokens", "after", "part", "whole", "first", "features", "call", "threshold")
-        signature = {
-            "x": f"*{name}",
-            "out": f"*{name}",
-            "keys": "*i64",
-            **dict.fromkeys(numbers, "i64"),
-            "scale": "fp32",
-        }
+        signature = {"x": f"*{name}", "out": f"*{name}", "keys": "*i64"}
+        signature |= dict.fromkeys(numbers, "i64") | {"scale": "fp32"}
         constants = {"ROUNDS": ROUNDS, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
         yield KernelVariant(f"dropout {name}", _drop, signature, constants)
 

@@ -266,17 +266,9 @@ def _memory(buffer: Tensor) -> Any:
 
 
 def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    _slice_copy[(len(table.tiles),)](
-        source,
-        target,
-        table.tiles,
-        table.origins,
-        table.aligned,
-        ACCUMULATE=accumulate,
-        SUMS=table.sums,
-        **_SIZES,
-        **_OPTIONS,
-    )
+    constants = {"ACCUMULATE": accumulate, "SUMS": table.sums, **_SIZES}
+    tensors = (source, target, table.tiles, table.origins)
+    _slice_copy[(len(table.tiles),)](*tensors, table.aligned, **constants, **_OPTIONS)
 
 
 def variants() -> Iterator[KernelVariant]:
