@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.program_outline import Mode, Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram, Role, Span
 from hydragraph.ir.value import Value, ValueKind
 from hydragraph.passes.pipeline import placed_program
@@ -153,9 +153,7 @@ class Actor:
         return tuple(zip(self.ranks, receivers, strict=False))
 
 
-def stage_actors(
-    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int, mode: Mode = "train"
-) -> tuple[Actor, ...]:
+def stage_actors(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int) -> tuple[Actor, ...]:
     """Lower a strategy to one actor per stage with work, and one actor per rank without work.
 
     Raises:
@@ -164,33 +162,27 @@ def stage_actors(
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
     compiled: dict[object, ActorProgram] = {}
-    working = [_actor(placement, mode, ranks, stage, stage.ranks, compiled) for stage in placement.stages]
-    idle = sorted(set(range(ranks)) - set(placement.stage_of))
-    return (*working, *(_actor(placement, mode, ranks, None, (rank,), compiled) for rank in idle))
 
-
-def _actor(
-    placement: Placement,
-    mode: Mode,
-    ranks: int,
-    stage: PlacedStage | None,
-    members: tuple[int, ...],
-    compiled: dict[object, ActorProgram],
-) -> Actor:
     def of(rank: int) -> tuple[Instruction, ...]:
-        return placed_program(placement, "", mode, rank, ranks).instructions
+        return placed_program(placement, "", "train", rank, ranks).instructions
 
-    key: object = None
-    if stage is not None:
-        # The order of instructions depends on the schedule (`beats`) and on the neighbors of interleaved stages.
-        peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
-        roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
-        key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())
-    if key not in compiled:
-        compiled[key] = ActorProgram.of(of(members[0]))
-    if stage is None:
-        return Actor(members, (), (), compiled[key], of)
-    return Actor(members, stage.roles, stage.layers, compiled[key], of)
+    def program(rank: int, key: object) -> ActorProgram:
+        if key not in compiled:
+            compiled[key] = ActorProgram.of(of(rank))
+        return compiled[key]
+
+    stages = placement.stages
+    working = [Actor(s.ranks, s.roles, s.layers, program(s.ranks[0], _key(placement, s)), of) for s in stages]
+    idle = sorted(set(range(ranks)) - set(placement.stage_of))
+    return (*working, *(Actor((rank,), (), (), program(rank, None), of) for rank in idle))
+
+
+def _key(placement: Placement, stage: PlacedStage) -> object:
+    """Return a key that is equal for stages whose instructions differ only in their peers."""
+    # The order of instructions depends on the schedule (`beats`) and on the neighbors of interleaved stages.
+    peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
+    roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
+    return (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())
 
 
 def _neighbours(role: PlacedRole) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -85,47 +85,35 @@ def datasheet(
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"'efficiency' is {efficiency}: give a fraction of the peak FLOP/s, above 0 and at most 1")
-    every = tuple(_of_type(program, cluster, name, efficiency, degrees, compiled) for name in cluster.types)
-    return Profile.merge(every)
-
-
-def _of_type(
-    program: Program,
-    cluster: Cluster,
-    name: str,
-    efficiency: float | None,
-    degrees: Sequence[int] | None,
-    compiled: VariantOf | None,
-) -> Profile:
-    kind = cluster.types[name]
-    sheet = known(kind.flops_per_s, kind.memory_bytes_per_s, name)
-    most = efficiency if efficiency is not None else sheet.reached if sheet else UNKNOWN
-    rates = _Rates(kind.flops_per_s * most, kind.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
-    what = f"{most:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s"
-    representatives = {block.template: block for block in program.blocks}
-    pieces = {
-        stage_kind: {
-            AUX: BlockPiece(ZERO, ZERO, held=aux_lines(program)),
-            **{
-                template: replace(_piece(program, block, stage_kind, rates), held=_held(block, stage_kind, compiled))
-                for template, block in representatives.items()
-            },
+    blocks = {block.template: block for block in program.blocks}
+    kinds = list(_kinds(program, len(cluster.devices), degrees))
+    aux = BlockPiece(ZERO, ZERO, held=aux_lines(program))
+    profiles = []
+    for name, device in cluster.types.items():
+        sheet = known(device.flops_per_s, device.memory_bytes_per_s, name)
+        most = efficiency if efficiency is not None else sheet.reached if sheet else UNKNOWN
+        rates = _Rates(device.flops_per_s * most, device.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
+        what = f"{most:.0%} of {device.flops_per_s / 1e12:.4g} TFLOP/s"
+        pieces = {
+            kind: {AUX: aux} | {t: _piece(program, block, kind, rates, compiled) for t, block in blocks.items()}
+            for kind in kinds
         }
-        for stage_kind in _kinds(program, len(cluster.devices), degrees)
-    }
-    return Profile(
-        name=f"datasheet of {name or 'the devices'} at {'up to ' if efficiency is None else ''}{what}",
-        schemes={},
-        util={stage_kind.tp: 1 for stage_kind in pieces},
-        blocks=tuple(block.template for block in program.blocks),
-        pieces=pieces,
-        device=PricedDevice(name, float(kind.memory_bytes), program.dtype.itemsize),
-        type=name,
-        sizes=ModelSizes.of(program),
-        update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
-        efficiency=most,
-        roofline=efficiency is None,
-    )
+        profiles.append(
+            Profile(
+                name=f"datasheet of {name or 'the devices'} at {'up to ' if efficiency is None else ''}{what}",
+                schemes={},
+                util={kind.tp: 1 for kind in kinds},
+                blocks=tuple(block.template for block in program.blocks),
+                pieces=pieces,
+                device=PricedDevice(name, float(device.memory_bytes), program.dtype.itemsize),
+                type=name,
+                sizes=ModelSizes.of(program),
+                update=(0.0, UPDATE_BYTES / device.memory_bytes_per_s),
+                efficiency=most,
+                roofline=efficiency is None,
+            )
+        )
+    return Profile.merge(profiles)
 
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
@@ -177,7 +165,7 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
         return None
 
 
-def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> BlockPiece:
+def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates, compiled: VariantOf | None) -> BlockPiece:
     work = operations(program, block, kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = rates.products(work.products)
@@ -194,6 +182,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
         reduced=_sums(program, block) if kind.tp > 1 else (0, 0),
         during_sums=tuple(map(rates.products, work.during_sums)),
         before_sums=tuple(map(rates.products, work.before_sums)),
+        held=_held(block, kind, compiled),
     )
 
 
