@@ -200,16 +200,16 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
     for program in programs:
         key = program.roles or ("idle", program.rank)
         stages.setdefault(key, []).append(program)
-    members = {key: of_stage[0].tp or (of_stage[0].rank,) for key, of_stage in stages.items()}
     by_role = {(role.pipeline, role.stage): program.tp for program in programs for role in program.roles}
     actors = []
-    for key, of_stage in stages.items():
+    for of_stage in stages.values():
         _check_alike(of_stage)
         first = of_stage[0]
         by_rank = {program.rank: program.instructions for program in of_stage}
-        leader = by_rank.get(members[key][0], first.instructions)
+        members = first.tp or (first.rank,)
+        leader = by_rank.get(members[0], first.instructions)
         roles = tuple(_placed(role, first.layers.index(first.span_of(role)), by_role) for role in first.roles)
-        actors.append(Actor(members[key], roles, first.layers, ActorProgram.of(leader), by_rank.__getitem__))
+        actors.append(Actor(members, roles, first.layers, ActorProgram.of(leader), by_rank.__getitem__))
     return tuple(actors)
 
 

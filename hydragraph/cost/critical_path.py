@@ -124,13 +124,11 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     # Slowdowns below 1 % are rounding errors.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
-    shared = (
-        f", taking {took / alone:.2f} x as long as alone because it shares links"
-        if alone and took > 1.01 * alone
-        else ""
-    )
+    what = _words(actors[a], instructions)
+    if alone and took > 1.01 * alone:
+        what += f", taking {took / alone:.2f} x as long as alone because it shares links"
     op = instructions[0].op
-    return PathStep(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end, actors[a].ranks, op)
+    return PathStep(_KINDS.get(op, op.value), what, begin, end, actors[a].ranks, op)
 
 
 def _words(actor: Actor, run: Sequence[Instruction]) -> str:

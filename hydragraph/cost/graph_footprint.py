@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -98,14 +99,8 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
         slope = (second - first) / (large - small)
         return first - slope * small, slope
 
-    return MemoryLines(
-        line(one.output, two.output),
-        line(one.saved, two.saved),
-        line(one.forward, two.forward),
-        line(one.backward, two.backward),
-        tuple(sorted(one.keeps)),
-        bool(variant.added),
-    )
+    sizes = attrgetter("output", "saved", "forward", "backward")
+    return MemoryLines(*map(line, sizes(one), sizes(two)), tuple(sorted(one.keeps)), bool(variant.added))
 
 
 def aux_lines(program: Program) -> MemoryLines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from hydragraph.cost.block_pieces import Constants
@@ -66,12 +67,9 @@ class CostedSchemes:
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
-        pipelines = []
-        first = 0
-        for scheme in schemes:
-            pipelines.append(regular_pipeline(*scheme, self._costs.outline.layers, first))
-            first += scheme[0] * scheme[1]
-        return Strategy(tuple(pipelines))
+        layers = self._costs.outline.layers
+        firsts = accumulate((tp * pp for tp, pp in schemes), initial=0)
+        return Strategy(tuple(regular_pipeline(*s, layers, first) for s, first in zip(schemes, firsts, strict=False)))
 
 
 Schemes = Profile | CostedSchemes

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -266,14 +267,13 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
 
 
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
-    stages = regular_pipeline(*scheme, len(blocks) - 2, 0).stages
+    layers = len(blocks) - 2
+    stages = regular_pipeline(*scheme, layers, 0).stages
     fits = []
-    first = 1  # block 0 is the embedding
-    for i, stage in enumerate(stages):
-        last = first + stage.layers
-        span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
-        fits.append(measured.fit(span))
-        first = last
+    for first, last in pairwise(accumulate((stage.layers for stage in stages), initial=0)):
+        # The first stage includes the embedding, and the last stage the head.
+        span = slice(first + 1 if first else 0, last + 1 if last < layers else None)
+        fits.append(measured.fit(blocks[span]))
     return max(fits, key=lambda fit: float(fit.constants.work(useful)) + fit.constants.c)
 
 
