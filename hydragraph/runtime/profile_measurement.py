@@ -195,8 +195,8 @@ def measure_types(
         types = _split(program, timings, places)
         timings = [timing.divided(types) for timing in timings]
         places = [replace(place, type=name) for place, name in zip(places, types, strict=True)]
-        devices = _devices(subject, groups, places)
-    measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in devices}
+    types = tuple(place.type for place in places)
+    measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in types}
     for timing in timings:
         template = AUX if timing.block is program.aux else timing.block.template
         for name in timing.stages:
@@ -206,21 +206,19 @@ def measure_types(
     if messages is None:
         messages = _messages(groups, settings.repeats)
     tell(total - 1, total, "update")
-    types = tuple(place.type for place in places)
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
     # Memory is measured again, because communicators use memory.
-    memory = device_memories(groups)
+    devices = _devices(subject, groups, places)
     profiles = []
     for name, by_kind in measurements.items():
-        here = replace(devices[name], memory=min(m for m, type_ in zip(memory, types, strict=True) if type_ == name))
         profiles.append(
             profile_fitting.fit_profile(
-                f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {here.name}",
+                f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {devices[name].name}",
                 [block.template for block in program.blocks],
                 [scheme for scheme in settings.schemes if StageKind(scheme[0]) in by_kind],
-                here,
+                devices[name],
                 by_kind,
                 messages,
                 type=name,
@@ -337,7 +335,7 @@ def _per_element(
 ) -> dict[str, tuple[float, float]]:
     """Time a function for two shard sizes; return (seconds, seconds per element) of each type's slowest rank."""
     device = groups.world.device
-    by_size: list[dict[str, float]] = []
+    by_size = []
     for elements in UPDATED:
         run = make(elements)
         times = []
@@ -348,13 +346,11 @@ def _per_element(
             run()
             synchronise(device)
             times.append(time.perf_counter() - began)
-        everyone = list(zip(types, groups.gather(median(times[1:])), strict=True))
-        by_size.append(
-            {name: max(seconds for other, seconds in everyone if other == name) for name in dict.fromkeys(types)}
-        )
+        by_size.append(groups.gather(median(times[1:])))
     by_type = {}
-    for name, small in by_size[0].items():
-        slope = max(0.0, (by_size[1][name] - small) / (UPDATED[1] - UPDATED[0]))
+    for name in dict.fromkeys(types):
+        small, large = (max(s for s, type_ in zip(each, types, strict=True) if type_ == name) for each in by_size)
+        slope = max(0.0, (large - small) / (UPDATED[1] - UPDATED[0]))
         by_type[name] = max(0.0, small - slope * UPDATED[0]), slope
     return by_type
 
