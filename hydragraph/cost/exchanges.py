@@ -53,7 +53,7 @@ def _along_rings(cluster: Cluster, size: float) -> Transfers:
     rings = min(cluster.node(number).cards for number in nodes)
     pairs: dict[tuple[int, int], float] = {}
     for ring in range(rings):
-        order = []
+        order: list[int] = []
         for local in nodes.values():
             first = ring * len(local) // rings
             order += local[first:] + local[:first]

@@ -100,7 +100,8 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
         return first - slope * small, slope
 
     sizes = attrgetter("output", "saved", "forward", "backward")
-    return MemoryLines(*map(line, sizes(one), sizes(two)), tuple(sorted(one.keeps)), bool(variant.added))
+    output, saved, forward, backward = map(line, sizes(one), sizes(two))
+    return MemoryLines(output, saved, forward, backward, tuple(sorted(one.keeps)), bool(variant.added))
 
 
 def aux_lines(program: Program) -> MemoryLines:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -187,8 +187,8 @@ class Walk:
             return MessageBytes(0, traffic.pulled_bytes(rank, blocks.itemsize))
 
         self._pulled = cache(pulled)
-        self._pushed = cache(lambda traffic: traffic.pushed(rank, blocks.push_itemsize))
-        self._sums_at_home = cache(lambda traffic: traffic.sums_at_home(rank))
+        self._pushed = cache(partial(BucketTraffic.pushed, rank=rank, itemsize=blocks.push_itemsize))
+        self._sums_at_home = cache(partial(BucketTraffic.sums_at_home, rank=rank))
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:

@@ -154,7 +154,8 @@ class Roads:
 
         kept = moved.size > 0
         sent = Transfers(moved.src[kept], moved.dst[kept], moved.size[kept])
-        return sent, *together(self._links, sent.src, sent.dst, sent.size)
+        moving, filling, rank_s = together(self._links, sent.src, sent.dst, sent.size)
+        return sent, moving, filling, rank_s
 
     def _occupied(
         self, sent: Transfers, moving: Floats, filling: Floats, seconds: Floats
