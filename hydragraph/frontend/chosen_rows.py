@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.token_axes import symbolic_dims
+from hydragraph.frontend.token_axes import computed_alike, symbolic_dims
 from hydragraph.frontend.token_order import SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.private.module_internals import graph_module
-from hydragraph.private.operator_schemas import argument_of, aten_operators, has_tag
+from hydragraph.private.operator_schemas import argument_of, aten_operators
 from hydragraph.private.tracing import fake_mode_of, is_counted, symbol_name, symbols_in
 
 _LOG = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class _Rewriting:
         return None
 
     def _selection(self, mask: fx.Node, place: fx.Node) -> _Selection:
-        equal_mask = next((earlier for earlier in self._selections if _is_computed_alike(earlier, mask)), None)
+        equal_mask = next((earlier for earlier in self._selections if computed_alike(earlier, mask)), None)
         if equal_mask is not None:
             return self._selections[equal_mask]
         if self._is_selected(mask):
@@ -320,16 +320,6 @@ class _Rewriting:
             value = target(*fx.map_arg(arguments, value_of))  # type: ignore[arg-type]
         node.meta = {**place.meta, "val": value}
         return node
-
-
-def _is_computed_alike(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_is_computed_alike, one, other))
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return type(one) is type(other) and bool(one == other)
-    if one is other or one.op != "call_function" or one.target is not other.target or one.kwargs != other.kwargs:
-        return one is other
-    return not has_tag(one.target, torch.Tag.nondeterministic_seeded) and _is_computed_alike(one.args, other.args)
 
 
 def _sizes(value: Any) -> list[Any]:

@@ -8,11 +8,11 @@ from torch import fx
 from hydragraph.frontend.added_inputs import added_input
 from hydragraph.frontend.functional_graph import insert
 from hydragraph.frontend.token_axes import token_dims
-from hydragraph.frontend.token_order import ARANGES, SAME
+from hydragraph.frontend.token_order import ARANGES, SAME, counts_up
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.graph_node import operands, shape
-from hydragraph.private.operator_schemas import argument_of, aten_operators
+from hydragraph.private.operator_schemas import aten_operators
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
@@ -39,8 +39,7 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
 
 
 def _counts(node: fx.Node, tokens: str) -> bool:
-    first, step = argument_of(node, "start") or 0, argument_of(node, "step") or 1
-    return first == 0 and step == 1 and symbol_name(shape(node)[0]) == tokens
+    return counts_up(node) and symbol_name(shape(node)[0]) == tokens
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:

@@ -25,12 +25,13 @@ from hydragraph.frontend.token_axes import (
     COUNTS,
     MADE,
     RESHAPES,
+    computed_alike,
     first_tensor,
     keeps,
     sizes_read,
     symbolic_dims,
 )
-from hydragraph.frontend.token_order import ARANGES, SAME, Rows, viewed
+from hydragraph.frontend.token_order import ARANGES, SAME, Rows, counts_up, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
@@ -114,7 +115,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         elif node.target in ARANGES and _has_rows(node):
             if not selects:
                 return f"{node.target} {COUNTS}"
-            from_bounds[node] = _Bound.COUNT if _counts_up(node) else _Bound.INDEX
+            from_bounds[node] = _Bound.COUNT if counts_up(node) else _Bound.INDEX
         elif any(n in from_bounds for n in inputs) and not any(_has_rows(n) and n not in from_bounds for n in inputs):
             if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
                 return f"{node.target} {_ACROSS}"
@@ -206,13 +207,6 @@ def _is_lengths(node: Any, told: Mapping[fx.Node, _Bound]) -> bool:
     return node.target is aten.sub.Tensor and [told.get(n) for n in operands(node)] == [_Bound.END, _Bound.START]
 
 
-def _counts_up(node: fx.Node) -> bool:
-    arguments = operands(node)
-    if node.target is aten.arange.default:
-        return True
-    return arguments[0] == 0 and (node.target is aten.arange.start or list(arguments[2:]) in ([], [1]))
-
-
 def _drops_an_end(node: fx.Node) -> bool:
     first, *others = operands(node)
     slices = node.target in (aten.slice.Tensor, aten.narrow.default)
@@ -285,7 +279,7 @@ def _is_between_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> bool:
     if node.target is not aten.sub.Tensor:
         return False
     first, second = (_indexed(n, told) for n in operands(node)[:2])
-    return first is not None and second is not None and _are_alike(first, second)
+    return first is not None and second is not None and computed_alike(first, second)
 
 
 def _indexed(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> fx.Node | None:
@@ -296,16 +290,6 @@ def _indexed(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> fx.Node | None:
     source, (index, *_) = operands(node)
     places = _is_index(index) and _has_rows(index) and told.get(index, _Bound.LENGTH) is not _Bound.LENGTH
     return source if places else None
-
-
-def _are_alike(a: Any, b: Any) -> bool:
-    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-        if a is b or a.op != "call_function" or a.target is not b.target:
-            return a is b
-        return _are_alike((a.args, tuple(a.kwargs.items())), (b.args, tuple(b.kwargs.items())))
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_are_alike, a, b))
-    return type(a) is type(b) and bool(a == b)
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:

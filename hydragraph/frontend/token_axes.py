@@ -18,7 +18,7 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.graph_node import ALONG_SEQUENCES, DRAWN, dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
-from hydragraph.private.operator_schemas import argument_of, arguments_of, aten_operators
+from hydragraph.private.operator_schemas import argument_of, arguments_of, aten_operators, has_tag
 from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
@@ -314,3 +314,14 @@ def token_dims(node: fx.Node, tokens: str) -> list[int]:
 def first_tensor(node: fx.Node) -> Any:
     value = value_of(node)
     return value[0] if isinstance(value, tuple | list) and value else value
+
+
+def computed_alike(one: Any, other: Any) -> bool:
+    """Return whether two nodes, or structures of nodes and constants, have the same value."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(computed_alike, one, other))
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return type(one) is type(other) and bool(one == other)
+    if one is other or one.op != "call_function" or one.target is not other.target or one.kwargs != other.kwargs:
+        return one is other
+    return not has_tag(one.target, torch.Tag.nondeterministic_seeded) and computed_alike(one.args, other.args)

@@ -56,6 +56,21 @@ class Points(NamedTuple):
     to: Order
 
 
+class Counter(NamedTuple):
+    """Tensor 0, 1, 2, ..., with one number per row of an order."""
+
+    order: Order
+
+
+class Counts(NamedTuple):
+    """Number of rows with each key of a sort; if `ends`, index after the last row with each key."""
+
+    sort: fx.Node
+    ends: bool
+
+
+Followed = Rows | Points | Counter | Counts | None  # result of a routing operator; None for other operators
+
 SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")
 ARANGES = aten_operators("arange arange.start arange.start_step")
@@ -71,15 +86,9 @@ class Routing:
     def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
         self._rows = rows
         self._tokens = tokens
-        self._points: dict[fx.Node, Points] = {}
-        self._counters: dict[fx.Node, Order] = {}  # 0, 1, 2, ..., one number per row of an order
+        self._telling: dict[fx.Node, Points | Counter | Counts] = {}  # values that reveal other tokens
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
-        self._counts: dict[fx.Node, fx.Node] = {}  # number of rows with each key -> the sort
-        self._ends: dict[fx.Node, fx.Node] = {}  # index after the last row with each key -> the sort
-        # `_sorted` is not included, because sort keys do not reveal other tokens.
-        self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
-
-        self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], bool]], ...] = (
+        self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], Followed]], ...] = (
             (SAME, self._same),
             ({operator.getitem}, self._part_of_sort),
             (_SORTS, self._sort),
@@ -96,74 +105,70 @@ class Routing:
 
     def follow(self, node: fx.Node) -> bool:
         """Record the result of a routing node; return False for other nodes."""
-        handler = next((handler for targets, handler in self._handlers if node.target in targets), None)
-        if handler is not None:
-            return handler(node)
-        return is_grouped(node) and self._grouped(node)
+        by_rows = self._grouped if is_grouped(node) else None
+        handler = next((handler for targets, handler in self._handlers if node.target in targets), by_rows)
+        result = None if handler is None else handler(node)
+        if isinstance(result, Rows):
+            self._rows[node] = result
+        elif result is not None:
+            self._telling[node] = result
+        return result is not None
 
     def tells(self, node: fx.Node) -> bool:
         """Return whether a value reveals positions or counts of other tokens."""
-        return any(node in notes for notes in self._tells)
+        return node in self._telling
+
+    def _points(self, value: Any) -> Points | None:
+        points = self._telling.get(value)
+        return points if isinstance(points, Points) else None
+
+    def _permutation(self, value: Any) -> Points | None:
+        points = self._points(value)
+        whole = points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
+        return points if whole else None
 
     def _flat(self, value: Any) -> Order | None:
         rows = self._rows.get(value) if isinstance(value, fx.Node) else None
         return rows.order if rows is not None and len(shape(value)) == 1 else None
 
-    def _same(self, node: fx.Node) -> bool:
+    def _same(self, node: fx.Node) -> Followed:
         first = operands(node)[0]
-        for notes in self._tells:
-            if first in notes:
-                notes[node] = notes[first]
-                return True
         if first in self._sorted:
             self._sorted[node] = self._sorted[first]
-        return False
+        return self._telling.get(first)
 
-    def _sort(self, node: fx.Node) -> bool:
+    def _sort(self, node: fx.Node) -> Followed:
         first = operands(node)[0]
-        if self._is_permutation(first) and isinstance(value_of(node), torch.Tensor) and _ascends(node):
-            along, to = self._points[first]
-            self._points[node] = Points(to, along)
-            return True
+        points = self._permutation(first)
+        if points is not None and isinstance(value_of(node), torch.Tensor) and _ascends(node):
+            return Points(points.to, points.along)
         order = self._flat(first)
-        if order is not None and isinstance(value_of(node), torch.Tensor):  # argsort
-            self._points[node] = Points(node, order)
-        return order is not None
+        return None if order is None else Points(node, order)
 
-    def _part_of_sort(self, node: fx.Node) -> bool:
+    def _part_of_sort(self, node: fx.Node) -> Followed:
         sort, part = operands(node)
         order = self._flat(operands(sort)[0]) if isinstance(sort, fx.Node) and sort.target in _SORTS else None
         if order is None:
-            return False
+            return None
         if part == 1:
-            self._points[node] = Points(sort, order)
-        else:
-            self._rows[node] = Rows(0, sort)
-            self._sorted[node] = sort
-        return True
+            return Points(sort, order)
+        self._sorted[node] = sort
+        return Rows(0, sort)
 
-    def _is_permutation(self, value: Any) -> bool:
-        points = self._points.get(value)
-        return points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
-
-    def _arange(self, node: fx.Node) -> bool:
+    def _arange(self, node: fx.Node) -> Followed:
         times = multiple_of(shape(node)[0], self._tokens)
-        if times is None or (argument_of(node, "start") or 0) != 0 or (argument_of(node, "step") or 1) != 1:
-            return False
-        self._counters[node] = times
-        return True
+        return Counter(times) if times is not None and counts_up(node) else None
 
-    def _quotient(self, node: fx.Node) -> bool:
+    def _quotient(self, node: fx.Node) -> Followed:
         """Handle `positions // n`, where n divides the number of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
-        along, to = self._points.get(first, (None, None))
+        along, to = self._points(first) or (None, None)
         if along is None or not floors or type(by) is not int or type(to) is not int or by < 1 or to % by:
-            return False
-        self._points[node] = Points(along, to // by)
-        return True
+            return None
+        return Points(along, to // by)
 
-    def _inverse(self, node: fx.Node) -> bool:
+    def _inverse(self, node: fx.Node) -> Followed:
         """Handle the inversion of a permutation, which writes 0, 1, 2, ... at the permutation's entries."""
         index: Any
         if node.target is aten.index_put.default:
@@ -172,88 +177,77 @@ class Routing:
         else:
             _, dim, place, values = operands(node)
             index = place if dim == 0 else None
-        if not self._is_permutation(index) or self._counters.get(values) != self._points[index].to:
-            return False
-        along, to = self._points[index]
-        self._points[node] = Points(to, along)
-        return True
+        points = self._permutation(index)
+        if points is None or self._telling.get(values) != Counter(points.to):
+            return None
+        return Points(points.to, points.along)
 
-    def _chosen(self, node: fx.Node) -> bool:
+    def _chosen(self, node: fx.Node) -> Followed:
         first, *rest = operands(node)
         if node.target is aten.index_select.default:
             dim, index = rest
         else:
             chosen = [(d, i) for d, i in enumerate(rest[0]) if i is not None]
             if len(chosen) != 1:
-                return False
+                return None
             dim, index = chosen[0]
-        points = self._points.get(index)
+        points = self._points(index)
         rows = self._rows.get(first)
         if points is None or rows != Rows(dim % len(shape(first)), points.to):
-            return False
-        self._rows[node] = Rows(rows.dim, points.along)
+            return None
         if isinstance(points.along, fx.Node) and operands(points.along)[0] is first:
             self._sorted[node] = points.along
-        return True
+        return Rows(rows.dim, points.along)
 
-    def _repeated(self, node: fx.Node) -> bool:
+    def _repeated(self, node: fx.Node) -> Followed:
         first, times = operands(node)[:2]
         repeated = self._rows.get(first)
         dim = argument_of(node, "dim")
         if repeated is None or type(repeated.order) is not int or type(times) is not int or type(dim) is not int:
-            return False
-        if dim % len(shape(first)) != repeated.dim:
-            return False
-        self._rows[node] = Rows(repeated.dim, repeated.order * times)
-        return True
+            return None
+        return Rows(repeated.dim, repeated.order * times) if dim % len(shape(first)) == repeated.dim else None
 
-    def _copied(self, node: fx.Node) -> bool:
+    def _copied(self, node: fx.Node) -> Followed:
         first, times = operands(node)
         rows = self._rows.get(first)
         if rows is None or rows.order != 1 or len(times) != len(shape(first)):
-            return False
+            return None
         number = times[rows.dim]
-        if type(number) is not int or number == 1:
-            return False
-        self._rows[node] = Rows(rows.dim, Copies(number))
-        return True
+        return Rows(rows.dim, Copies(number)) if type(number) is int and number != 1 else None
 
-    def _summed(self, node: fx.Node) -> bool:
+    def _summed(self, node: fx.Node) -> Followed:
         into, dim, index, rows = operands(node)
-        points = self._points.get(index)
+        points = self._points(index)
         if points is None or self._rows.get(rows) != Rows(dim, points.along):
-            return False
+            return None
         result = Rows(dim, points.to)
-        if self._rows.get(into, result) != result or multiple_of(shape(node)[dim], self._tokens) != points.to:
-            return False
-        self._rows[node] = result
-        return True
+        fits = self._rows.get(into, result) == result and multiple_of(shape(node)[dim], self._tokens) == points.to
+        return result if fits else None
 
-    def _count(self, node: fx.Node) -> bool:
+    def _count(self, node: fx.Node) -> Followed:
         sort = self._sorted.get(operands(node)[0])
         if sort is None or not _ascends(sort) or not _is_choice(operands(sort)[0]):
-            return False
-        if argument_of(node, "min") != 0 or argument_of(node, "max") != argument_of(node, "bins") - 1:
-            return False
-        self._counts[node] = sort
-        return True
+            return None
+        whole = argument_of(node, "min") == 0 and argument_of(node, "max") == argument_of(node, "bins") - 1
+        return Counts(sort, ends=False) if whole else None
 
-    def _end(self, node: fx.Node) -> bool:
-        if operands(node)[0] not in self._counts:
-            return False
-        self._ends[node] = self._counts[operands(node)[0]]
-        return True
+    def _end(self, node: fx.Node) -> Followed:
+        counts = self._telling.get(operands(node)[0])
+        return Counts(counts.sort, ends=True) if isinstance(counts, Counts) and not counts.ends else None
 
-    def _grouped(self, node: fx.Node) -> bool:
+    def _grouped(self, node: fx.Node) -> Followed:
         first, weight, *_ = operands(node)
-        ends = [self._ends.get(argument) for argument in node.all_input_nodes if argument not in (first, weight)]
-        if len(ends) != 1 or ends[0] is None or weight in self._rows or self.tells(weight):
-            return False
-        result = Rows(0, ends[0])
-        if self._rows.get(first) != result:
-            return False
-        self._rows[node] = result
-        return True
+        others = [self._telling.get(argument) for argument in node.all_input_nodes if argument not in (first, weight)]
+        ends = others[0] if len(others) == 1 else None
+        if not isinstance(ends, Counts) or not ends.ends or weight in self._rows or self.tells(weight):
+            return None
+        result = Rows(0, ends.sort)
+        return result if self._rows.get(first) == result else None
+
+
+def counts_up(arange: fx.Node) -> bool:
+    """Return whether an `arange` is 0, 1, 2, ..."""
+    return (argument_of(arange, "start") or 0) == 0 and (argument_of(arange, "step") or 1) == 1
 
 
 def _ascends(sort: fx.Node) -> bool:
