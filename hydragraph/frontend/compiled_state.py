@@ -64,15 +64,13 @@ _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_
 }
 
 
-Now = Callable[[], Mapping[str, Any] | None]
-
-
 @dataclass(slots=True)
 class _Names:
     """Attributes or variables of one module, function or other owner, recorded at compilation.
 
     Attributes:
-        now: returns the current values, or None if the owner no longer exists.
+        owner: returns the owner, or None if it no longer exists.
+        read: returns the owner's values.
         plain: values that are compared directly.
         others: values of other types, as returned by `_frozen` at compilation.
         known: all names, or None to ignore added names.
@@ -80,16 +78,18 @@ class _Names:
     """
 
     where: str
-    now: Now
+    owner: Callable[[], Any]
+    read: Callable[[Any], Mapping[str, Any]]
     plain: dict[str, Any]
     others: dict[str, Any]
     known: frozenset[str] | None
     kind: type
 
     def check(self) -> None:
-        names = self.now()
-        if names is None:
+        owner = self.owner()
+        if owner is None:
             return
+        names = self.read(owner)
         for name, before in self.plain.items():
             value = names.get(name, _MISSING)
             if value is not before and not (type(value) is type(before) and value == before):
@@ -292,17 +292,24 @@ class CompiledState:
             note = name in _NOTES or (library == "transformers" and name.startswith("_") and name != "_loss_function")
             if name not in _TABLES and (readers.reads(name) if library is None else not note):
                 values[name] = value
-        reference: Callable[[], Any] = weakref.ref(owner) if hasattr(owner, "__weakref__") else lambda: owner
-        self._add(where, functools.partial(_attributes, reference), values, readers, owner)
+        self._add(where, owner, attributes_of, values, readers, frozenset(attributes_of(owner)))
 
     def _add(
-        self, where: str, now: Now, values: Mapping[str, Any], readers: Readers, owner: object | None = None
+        self,
+        where: str,
+        owner: Any,
+        read: Callable[[Any], Mapping[str, Any]],
+        values: Mapping[str, Any],
+        readers: Readers,
+        known: frozenset[str] | None = None,
     ) -> None:
-        owner_attributes = None if owner is None else frozenset(attributes_of(owner))
+        """Record `values`, some of the values that `read(owner)` returns, and the objects that they refer to."""
+        weak = hasattr(owner, "__weakref__") or isinstance(owner, types.FunctionType | functools.partial)
+        reference: Callable[[], Any] = weakref.ref(owner) if weak else lambda: owner
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
         others = {n: _frozen(v) for n, v in values.items() if n not in plain}
-        if plain or others or owner_attributes is not None:
-            self._names.append(_Names(where, now, plain, others, owner_attributes, type(owner)))
+        if plain or others or known is not None:
+            self._names.append(_Names(where, reference, read, plain, others, known, type(owner)))
         for name, value in values.items():
             self._add_reached(f"{where}.{name}", value, readers)
 
@@ -315,8 +322,7 @@ class CompiledState:
             for key, part in parts.items():
                 self._add_reached(f"{where}[{key!r}]", part, readers)
         while isinstance(value, functools.partial):
-            arguments = functools.partial(_arguments, weakref.ref(value))
-            self._add(where, arguments, arguments() or {}, readers)
+            self._add(where, value, _arguments, _arguments(value), readers)
             value = value.func
         owner = value.__self__ if isinstance(value, types.MethodType) else value
         if isinstance(owner, nn.Module):
@@ -333,21 +339,18 @@ class CompiledState:
         for kind in readers.classes:
             read = {n for k in kind.__mro__ if k in readers.classes for n in vars(k) if readers.reads(n)}
             values = {n: vars(kind).get(n, _MISSING) for n in read if not n.startswith("__")}
-            self._add(f"class {kind.__name__}", functools.partial(_attributes, weakref.ref(kind)), values, readers)
+            self._add(f"class {kind.__name__}", kind, attributes_of, values, readers)
         for module, names in readers.modules.items():
             values = {n: v for n, v in vars(module).items() if n in names and not isinstance(v, types.ModuleType)}
-            self._add(f"module {module.__name__}", functools.partial(vars, module), values, readers)
+            self._add(f"module {module.__name__}", module, vars, values, readers)
         for function in readers.functions.values():
             name = function.__qualname__.replace(".<locals>", "")
-            reference = weakref.ref(function)
             values = {n: v for n, v in vars(function).items() if readers.reads(n)}
-            self._add(f"attributes of {name}", functools.partial(_attributes, reference), values, readers)
-            defaults = functools.partial(_defaults, reference)
-            self._add(f"defaults of {name}", defaults, defaults() or {}, readers)
-            variables = functools.partial(_variables, reference)
-            self._add(f"variables of {name}", variables, variables() or {}, readers)
+            self._add(f"attributes of {name}", function, attributes_of, values, readers)
+            self._add(f"defaults of {name}", function, _defaults, _defaults(function), readers)
+            self._add(f"variables of {name}", function, _variables, _variables(function), readers)
             globals_read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType)}
-            self._add(f"globals of {name}", lambda scope=function.__globals__: scope, globals_read, readers)  # type: ignore[misc]
+            self._add(f"globals of {name}", function.__globals__, lambda scope: scope, globals_read, readers)
 
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
@@ -402,25 +405,15 @@ def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
     return kind, frozenset(frozen) if isinstance(value, set | frozenset) else tuple(frozen)
 
 
-def _attributes(reference: Callable[[], Any]) -> Mapping[str, Any] | None:
-    owner = reference()
-    return None if owner is None else attributes_of(owner)
+def _arguments(call: functools.partial[Any]) -> Mapping[str, Any]:
+    return {**call.keywords, **{f"argument {i}": value for i, value in enumerate(call.args)}}
 
 
-def _arguments(reference: weakref.ref[functools.partial[Any]]) -> Mapping[str, Any] | None:
-    call = reference()
-    return None if call is None else {**call.keywords, **{f"argument {i}": v for i, v in enumerate(call.args)}}
+def _defaults(function: types.FunctionType) -> Mapping[str, Any]:
+    return {**defaults_of(function), "__code__": function.__code__}
 
 
-def _defaults(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] | None:
-    function = reference()
-    return None if function is None else {**defaults_of(function), "__code__": function.__code__}
-
-
-def _variables(reference: weakref.ref[types.FunctionType]) -> Mapping[str, Any] | None:
-    function = reference()
-    if function is None:
-        return None
+def _variables(function: types.FunctionType) -> Mapping[str, Any]:
     contents = {name: cell.cell_contents for name, cell in cells_of(function).items()}
     return {name: value for name, value in contents.items() if not isinstance(value, nn.Parameter)}
 
