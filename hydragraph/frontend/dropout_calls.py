@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.added_inputs import added_input
 from hydragraph.frontend.token_axes import symbolic_dims
-from hydragraph.ir.graph_data import placeholders_of, value_of
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, region
 from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dropout, operands, shape
@@ -78,12 +79,9 @@ def add_keys(graph: fx.GraphModule) -> None:
     if not calls:
         return
     first: Any = value_of(operands(calls[0])[0])
-    with graph.graph.inserting_after(placeholders_of(graph)[-1]):
-        block = graph.graph.placeholder(DROPOUT_BLOCK)
-        keys = graph.graph.placeholder(DROPOUT_KEYS)
     tokens = first.shape[0 if calls[0].target in ATTENDING else operands(calls[0])[6]]
-    block.meta = {"val": first.new_empty((), dtype=torch.int64)}
-    keys.meta = {"val": first.new_empty((1, tokens, 2), dtype=torch.int64)}
+    block = added_input(graph.graph, DROPOUT_BLOCK, lambda: first.new_empty((), dtype=torch.int64))
+    keys = added_input(graph.graph, DROPOUT_KEYS, lambda: first.new_empty((1, tokens, 2), dtype=torch.int64))
     for node in calls:
         at = 7 if node.target in ATTENDING else 1
         node.args = (*node.args[:at], keys, block, *node.args[at + 2 :])

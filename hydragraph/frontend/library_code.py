@@ -25,13 +25,11 @@ class LibraryCode:
     """Code and values that a model's forward may reach through names.
 
     Attributes:
-        foreign: descriptions of objects defined outside the libraries.
-        patches: (location, object) for each entry of `foreign`.
+        patches: (location, object) for each object defined outside the libraries.
         values: (location, repr) of constants.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.foreign: list[str] = []
         self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
         self._seen: dict[int, Any] = {}  # by id; references prevent the reuse of ids
@@ -56,22 +54,15 @@ class LibraryCode:
         inner = [(where, inner_value) for inner_value in _inside(value)]
         if isinstance(value, FunctionType):
             self._add_function(where, value)
-        elif isinstance(value, type):
-            if not self._is_of_library(value.__module__, file_of(value)):
-                self._add_foreign(where, value, f"the class {_name(value)}")
-        elif callable(value) and not isinstance(value, ModuleType | Mapping) and not inner:
-            kind = type(value)
+        elif isinstance(value, type) or (callable(value) and not isinstance(value, ModuleType | Mapping) and not inner):
+            kind = value if isinstance(value, type) else type(value)
             if not self._is_of_library(kind.__module__, file_of(kind)):
-                self._add_foreign(where, value, f"a {_name(kind)}")
+                self.patches.append((where, value))
         self._pending += inner
-
-    def _add_foreign(self, where: str, value: Any, described: str) -> None:
-        self.foreign.append(f"{where} is {described}")
-        self.patches.append((where, value))
 
     def _add_function(self, where: str, function: FunctionType) -> None:
         if not self._is_of_library(function.__module__, function.__code__.co_filename):
-            self._add_foreign(where, function, f"{function.__qualname__} at {function.__code__.co_filename}")
+            self.patches.append((where, function))
             return
         self._pending += [(f"{where}: {name}", cell.cell_contents) for name, cell in cells_of(function).items()]
         self._pending += [(where, default) for default in function.__defaults__ or ()]

@@ -39,8 +39,8 @@ def path_of(
         _LOG.info("the program is not cached: %s", error)
         return None
     code = LibraryCode(model)
-    if code.foreign:
-        _LOG.info("the program is not cached: %s", code.foreign[0])
+    if code.patches:
+        _LOG.info("the program is not cached: %s is %r", *code.patches[0])
         return None
     key = json.dumps([record, str(dtype), versions(), own_code(), sorted(code.values)], sort_keys=True)
     return user_cache.packed_path(PROGRAMS, key)
