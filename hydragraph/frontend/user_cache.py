@@ -29,32 +29,14 @@ def packed_path(kind: str, key: str) -> Path:
     return folder(kind) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
 
 
-def read(path: Path) -> bytes | None:
-    """Return a file's content and mark the file as used; None if unreadable."""
+def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
+    """Build an object from a file's JSON, and mark the file as used; None if unreadable."""
     try:
-        content = path.read_bytes()
+        packed = path.read_bytes()
     except OSError:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    return content
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
-    except OSError as error:
-        _LOG.info("cannot write %s to the cache: %s", path, error)
-
-
-def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
-    packed = read(path)
-    if packed is None:
-        return None
     try:
         return build(zlib.decompressobj().decompress(packed, _LARGEST))
     except (ValueError, zlib.error) as error:
@@ -63,13 +45,16 @@ def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
 
 
 def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
-    """Write data if JSON can represent it, and keep at most `most` files of its kind."""
+    """Write data atomically if JSON can represent it, and keep at most `most` files of its kind."""
     try:
         content = json.dumps(data(), allow_nan=False)
-    except ValueError as error:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(zlib.compress(content.encode(), 3))
+        os.replace(file.name, path)
+    except (ValueError, OSError) as error:
         _LOG.info("cannot write %s to the cache: %s", path, error)
         return
-    write(path, zlib.compress(content.encode(), 3))
     evict(path.parent.name, most)
 
 
