@@ -60,10 +60,8 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     ),
 }
 _NAMED = 4  # attributes that an error names
-_NOT_THE_MODELS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-)  # folders of PyTorch and hydragraph
+# Folders of PyTorch and hydragraph.
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _LONGEST = 80  # characters of a code line in an error
 
 

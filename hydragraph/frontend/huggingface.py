@@ -23,9 +23,8 @@ from hydragraph.passes.graph_node import ALONG_SEQUENCES, ATTENDING, operands
 
 ATTENTION = "hydragraph"
 
-_IGNORED = frozenset(
-    {"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"}
-)  # cu_seqlens has the same information
+# Arguments of attention whose information is also in cu_seqlens.
+_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
 # Settings of a config that add terms to the model's own loss.
 _ADDITIONAL_LOSSES = {"output_router_logits": "the auxiliary router loss", "z_loss_coefficient": "the z-loss"}
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # suffixes of model classes whose labels are not shifted
@@ -102,9 +101,8 @@ def _refuse_own_attention(model: nn.Module) -> None:
     attentions = AttentionInterface()
     configs = (getattr(module, "config", None) for module in model.modules())
     for chosen in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-        if (
-            not isinstance(chosen, str) or "/" in chosen or chosen not in attentions
-        ):  # kernels from the Hub compute standard attention
+        # Kernels from the Hub ("owner/name") compute standard attention.
+        if not isinstance(chosen, str) or "/" in chosen or chosen not in attentions:
             continue
         module = getattr(attentions[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):

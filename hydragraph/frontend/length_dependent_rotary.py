@@ -32,11 +32,9 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
         for layer, kind in _kinds(module).items()
         if kind == _LONG and (most := _parameters(module, layer).get(name)) is not None
     ]
-    return (
-        (min(original_lengths), f"{name}: {_LONG} uses different frequencies for longer sequences")
-        if original_lengths
-        else None
-    )
+    if not original_lengths:
+        return None
+    return min(original_lengths), f"{name}: {_LONG} uses different frequencies for longer sequences"
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,12 @@ def packed_recurrences(model: nn.Module) -> Iterator[None]:
     """Temporarily replace recurrent functions in a model's Python modules with hydragraph's kernels."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
-    scopes = [vars(sys.modules[name]) for name in names]
-    before = [(scope, key, scope[key]) for scope in scopes for key in _OURS if key in scope]
-    for scope, key, _ in before:
-        scope[key] = _OURS[key]
-    try:
+    with ExitStack() as replaced:
+        for module in map(sys.modules.__getitem__, names):
+            ours = {name: function for name, function in _OURS.items() if name in vars(module)}
+            if ours:
+                replaced.enter_context(mock.patch.multiple(module, **ours))
         yield
-    finally:
-        for scope, key, function in before:
-            scope[key] = function
 
 
 def _delta_rule(

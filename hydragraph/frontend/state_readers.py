@@ -40,38 +40,19 @@ SEQUENCES = (
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # Prefixes of classes whose objects other code changes.
 _LIVE = (
-    "torch.optim.",
-    "torch._C.Generator",
-    "threading.Event",
-    "queue.",
-    "multiprocessing.",
-    "ctypes.",
-    "_thread._local",
-    "_contextvars.ContextVar",
-    "os._Environ",
+    *("torch.optim.", "torch._C.Generator", "threading.Event", "queue.", "multiprocessing.", "ctypes."),
+    *("_thread._local", "_contextvars.ContextVar", "os._Environ"),
 )
 _CLOCKS = {
     f"{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")
-} | {
-    *("now", "utcnow", "today"),
-}
+} | {"now", "utcnow", "today"}
 _TRACING = frozenset({"is_compiling", "is_exporting", "is_tracing", "is_dynamo_compiling", "is_meta"})
 _SETTINGS = frozenset({"initial_seed", "get_rng_state", "get_num_threads", "are_deterministic_algorithms_enabled"})
 _FILES = frozenset({"read_text", "read_bytes"})
 _AS_A_FIELD = "pass its values as a batch field (example=), or read them once before hg.compile"
 _NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__"}) | {
-    *(
-        "__annotations__",
-        "__dataclass_fields__",
-        "__eq__",
-        "__hash__",
-        "__setattr__",
-        "__delattr__",
-        "__del__",
-        "__getstate__",
-        "__setstate__",
-        "__reduce__",
-    ),
+    *("__annotations__", "__dataclass_fields__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__del__"),
+    *("__getstate__", "__setstate__", "__reduce__"),
 }
 
 

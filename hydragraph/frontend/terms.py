@@ -209,15 +209,11 @@ def _is_lengths(node: Any, told: Mapping[fx.Node, _Bound]) -> bool:
 
 def _drops_an_end(node: fx.Node) -> bool:
     first, *others = operands(node)
-    slices = node.target in (aten.slice.Tensor, aten.narrow.default)
-    strided = node.target is aten.slice.Tensor and others[3:] not in ([], [1])
-    return (
-        slices
-        and others[0] == 0
-        and others[1] in (0, 1)
-        and not strided
-        and (len(shape(node)) == 1 and is_one_less(shape(node)[0], shape(first)[0]))
-    )
+    if node.target not in (aten.slice.Tensor, aten.narrow.default) or others[0] != 0 or others[1] not in (0, 1):
+        return False
+    if node.target is aten.slice.Tensor and others[3:] not in ([], [1]):
+        return False
+    return len(shape(node)) == 1 and is_one_less(shape(node)[0], shape(first)[0])
 
 
 def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node]) -> str | None:

@@ -26,12 +26,10 @@ _OF_MODULES = {
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
 _READS = (
     *((Tensor, name) for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")),
-    *(
-        (torch.SymBool, "__bool__"),
-        (torch.SymFloat, "__float__"),
-        (torch.SymInt, "__int__"),
-        (torch.SymInt, "__bool__"),
-    ),
+    (torch.SymBool, "__bool__"),
+    (torch.SymFloat, "__float__"),
+    (torch.SymInt, "__int__"),
+    (torch.SymInt, "__bool__"),
 )
 # Transformers' hooks that only record outputs.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")

@@ -7,6 +7,7 @@ import logging
 import os
 
 import torch
+from torch.torch_version import TorchVersion
 
 from hydragraph.errors import Unsupported
 
@@ -21,7 +22,7 @@ def check_torch(version: str = str(torch.__version__)) -> None:
     release = ".".join(version.split(".")[:2])
     if release in TESTED:
         return
-    if _number(release) < _number(TESTED[0]):
+    if TorchVersion(version) < TESTED[0]:
         remedy = f"install torch>={TESTED[0]}: graphs from older versions are valid for only one number of tokens"
         raise Unsupported(f"version {version}", where="PyTorch", remedy=remedy)
     if os.environ.get("RANK", "0") == "0":
@@ -30,7 +31,3 @@ def check_torch(version: str = str(torch.__version__)) -> None:
             "run `hydragraph verify` to compare with one device",
             *(version, TESTED[0], TESTED[-1]),
         )
-
-
-def _number(release: str) -> tuple[int, ...]:
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in release.split("."))
