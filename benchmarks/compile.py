@@ -100,7 +100,8 @@ def compile_all(sizes: Sizes) -> Measured:
 def check_once(sizes: Sizes) -> Measured:
     """Capture a model and check it by numbers: what `hg.compile` does the first time that it meets a model."""
     from hydragraph.frontend.capture import capture
-    from hydragraph.frontend.check.numeric_check import CheckedModel, check
+    from hydragraph.frontend.check.narrow_model import CheckedModel
+    from hydragraph.frontend.check.numeric_check import check
 
     model = _llama(sizes)
     return measure(lambda: check(CheckedModel(model, capture(model))))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.check.numeric_check import REMEDY, CheckedModel, check
+from hydragraph.frontend.check.narrow_model import CheckedModel
+from hydragraph.frontend.check.numeric_check import REMEDY, check
 from tests.frontend.families import build
 from tests.module_cases import CHANGES, HABITS, WIDTH, Model, ModuleCase
 

@@ -141,8 +141,7 @@ def compile_quietly(
     from hydragraph.commands.compile_kernels import KernelsFile
     from hydragraph.engine.candidate_strategies import home_on
     from hydragraph.frontend.check.check_once import check_here, mode_of
-    from hydragraph.frontend.check.narrow_model import LibraryModel
-    from hydragraph.frontend.check.numeric_check import CheckedModel
+    from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel
     from hydragraph.frontend.check.stage_check import StageCheck
     from hydragraph.frontend.compiled_folder.inductor_code import write_code
     from hydragraph.frontend.compiled_folder.manifest import Check
@@ -186,7 +185,7 @@ def compile_quietly(
         summary = summarise(program, compiler, compiled, str(owners.home), seconds)
         write_folder(output, program, summary, compiler.variants, compiled)
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
-        library_model = LibraryModel.of(model, program.dtype, loss["example"], loss["loss"], None)
+        library_model = LibraryModel.of(checked)
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)
         if mode_of(config.check) != "off":
             for strategy in fitting:

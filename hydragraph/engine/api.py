@@ -32,7 +32,7 @@ from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import begin_with_fewer, home_for, seats_of_fewer, survive
 from hydragraph.frontend import capture as frontend
 from hydragraph.frontend.check.check_once import check_here, check_on_hosts, mode_of
-from hydragraph.frontend.check.numeric_check import CheckedModel
+from hydragraph.frontend.check.narrow_model import CheckedModel
 from hydragraph.frontend.compiled_folder.load import CompiledFolder, load
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache

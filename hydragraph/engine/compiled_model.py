@@ -18,7 +18,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.check.narrow_model import LibraryModel, has_large_blocks
+from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel, has_large_blocks
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.compiled_folder.load import CompiledFolder
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
@@ -27,7 +27,7 @@ from hydragraph.frontend.loss_module import loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, Planned, packed
 from hydragraph.frontend.packed_batch import Draws
-from hydragraph.frontend.packed_inputs import Loss, own_fields
+from hydragraph.frontend.packed_inputs import Loss, own_fields, token_cross_entropy
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Purpose, mode_of
@@ -100,9 +100,8 @@ class CompiledModel:
             self.check = StageCheck(program, buffers, inductor, library=library)
         elif check != "off" and not world.local_rank:
             passed = library.manifest.check.stages if library is not None else None
-            library_model = (
-                LibraryModel.of(model, program.dtype, None, loss, blocks) if has_large_blocks(program) else None
-            )
+            subject = CheckedModel(model, program, loss or token_cross_entropy, blocks)
+            library_model = LibraryModel.of(subject) if has_large_blocks(program) else None
             self.check = StageCheck(program, buffers, inductor, passed=passed, model=library_model)
         variants = options.variants
         if variants is None:

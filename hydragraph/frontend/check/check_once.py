@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hydragraph.cluster.launch import World
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.check.numeric_check import MODES, CheckedModel, check, log, report
+from hydragraph.frontend.check.narrow_model import CheckedModel
+from hydragraph.frontend.check.numeric_check import MODES, check, log, report
 from hydragraph.frontend.check.passed_checks import fingerprint, recall, remember
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing

@@ -41,6 +41,17 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
+class CheckedModel:
+    """Model and program to compare; `blocks` and `example` are as in `capture`."""
+
+    model: nn.Module
+    program: Program
+    loss: Loss = token_cross_entropy
+    blocks: str | None = None
+    example: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Widths:
     """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens that the copy renumbers."""
 
@@ -89,16 +100,11 @@ class LibraryModel:
     arguments: tuple[torch.dtype, Mapping[str, Tensor] | None, Loss | None, str | None]
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        dtype: torch.dtype,
-        example: Mapping[str, Tensor] | None,
-        loss: Loss | None,
-        blocks: str | None,
-    ) -> LibraryModel | None:
+    def of(cls, subject: CheckedModel) -> LibraryModel | None:
         """Describe a model and `capture`'s arguments; return None if the model runs code from outside its libraries."""
-        arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
+        model = subject.model
+        loss = None if subject.loss is token_cross_entropy else subject.loss
+        arguments = (subject.program.dtype, subject.example, loss, subject.blocks)
         if path_of(model, *arguments) is None:
             return None
         base = base_model(model)

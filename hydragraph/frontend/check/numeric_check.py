@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.eager_and_captured import add_captured, depends_on_padding, run_alone
 from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
-from hydragraph.frontend.check.narrow_model import LibraryModel, NarrowModel
+from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel, NarrowModel
 from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
-from hydragraph.frontend.check.probe_sequences import alone, batches, draw_sequences, ids_of
+from hydragraph.frontend.check.probe_sequences import batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import Forms, reduced
 from hydragraph.frontend.loss_module import loss_buffers, wide_loss
-from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_inputs import token_cross_entropy
 from hydragraph.frontend.repeated_blocks import block_list, entries
 from hydragraph.frontend.same_masks import same_masks
 from hydragraph.ir.program import Block, Program
@@ -44,17 +45,6 @@ _OF_LOSS = (
     "mask every term of the loss by labels != -100, let no term combine sequences, and keep no state in the loss; "
     f"if the loss already does this, {REMEDY}"
 )
-
-
-@dataclass(frozen=True)
-class CheckedModel:
-    """Model and program to compare; `blocks` and `example` are as in `capture`."""
-
-    model: nn.Module
-    program: Program
-    loss: Loss = token_cross_entropy
-    blocks: str | None = None
-    example: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,8 +130,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     """
     began = time.perf_counter()
     if mode == "auto" and max(_size(subject, group) for group in _groups(subject, mode)) > LARGE:
-        arguments = (subject.program.dtype, subject.example, subject.loss, subject.blocks)
-        library_model = LibraryModel.of(subject.model, *arguments)
+        library_model = LibraryModel.of(subject)
         narrow = None if library_model is None else library_model.narrowed(subject.program)
         checked = None if narrow is None else _checked_narrow(subject, narrow)
         if checked is not None:
@@ -290,7 +279,7 @@ class _Comparer:
         with _side("alone"):
             for i, sequence in enumerate(sequences):
                 with same_masks(model, program, keys_of(attempt.seed, [len(sequence)], [i]), subject.blocks):
-                    value = run_alone(model, loss_function, alone(sequence), times[i], wide, comparison.subtract)
+                    value = run_alone(model, loss_function, pack([sequence]), times[i], wide, comparison.subtract)
                 expected = expected + value.double()
         if failed is not None:
             raise failed

@@ -12,7 +12,7 @@ import torch
 import hydragraph
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import user_cache
-from hydragraph.frontend.check.numeric_check import CheckedModel
+from hydragraph.frontend.check.narrow_model import CheckedModel
 from hydragraph.frontend.compiled_folder.manifest import versions
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.version import __version__

@@ -108,15 +108,3 @@ def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dic
         (pack([sequences[i] for i in order], multiple, draws=draws and draws.of(order)), order)
         for order, multiple in orders
     ]
-
-
-def alone(sequence: Sequence) -> dict[str, Tensor]:
-    length = len(sequence)
-    return {
-        "input_ids": sequence.ids[None],
-        "position_ids": torch.arange(length)[None],
-        "labels": sequence.labels[None],
-        "cu_seqlens": torch.tensor([0, length], dtype=torch.int32),
-        "max_length": torch.tensor(length),
-        **{name: value[None] for name, value in sequence.extra.items()},
-    }

@@ -16,7 +16,7 @@ import hydragraph as hg
 from hydragraph.engine import api
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import check_once, passed_checks
-from hydragraph.frontend.check.numeric_check import CheckedModel
+from hydragraph.frontend.check.narrow_model import CheckedModel
 from hydragraph.passes import graph_passes
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart

@@ -14,8 +14,8 @@ import hydragraph as hg
 from hydragraph.frontend import huggingface
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import narrow_model, numeric_check
-from hydragraph.frontend.check.narrow_model import LibraryModel, NarrowModel, Widths, program_text
-from hydragraph.frontend.check.numeric_check import CheckedModel, check
+from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel, NarrowModel, Widths, program_text
+from hydragraph.frontend.check.numeric_check import check
 from hydragraph.kernels import varlen_attention as kernels
 from tests.models import MODELS, captured
 from tests.thorough import first, thorough
@@ -37,7 +37,7 @@ def seven_billion(**settings: Any) -> nn.Module:
 
 
 def described(model: nn.Module) -> LibraryModel:
-    found = LibraryModel.of(model, torch.float32, None, None, None)
+    found = LibraryModel.of(CheckedModel(model, captured("llama")[0]))  # of which only the dtype is read
     assert found is not None
     return found
 

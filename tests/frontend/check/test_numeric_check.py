@@ -19,7 +19,8 @@ import hydragraph as hg
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import check_once
 from hydragraph.frontend.check.loss_comparison import Difference
-from hydragraph.frontend.check.numeric_check import Attempt, CheckedModel, check
+from hydragraph.frontend.check.narrow_model import CheckedModel
+from hydragraph.frontend.check.numeric_check import Attempt, check
 from hydragraph.ir.program import Program
 from tests.models import MODELS, bert, captured, llama, randomised, tiny
 from tests.module_cases import Reversed

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.check.numeric_check import CheckedModel, check
+from hydragraph.frontend.check.narrow_model import CheckedModel
+from hydragraph.frontend.check.numeric_check import check
 from hydragraph.frontend.check.probe_lengths import LONGEST, lengths_of
 from hydragraph.frontend.check.probe_sequences import batches, draw_sequences, ids_of
 from hydragraph.ir.program import Program

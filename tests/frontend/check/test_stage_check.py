@@ -20,7 +20,7 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import narrow_model
 from hydragraph.frontend.check import stage_check as stages
 from hydragraph.frontend.check.loss_comparison import compare
-from hydragraph.frontend.check.narrow_model import LibraryModel
+from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.ir.layout import GradientKind
@@ -198,8 +198,9 @@ def test_large_blocks_are_compared_in_a_narrow_copy(
     monkeypatch.setattr(stages, "LARGEST", 1000)
     monkeypatch.setattr(narrow_model, "FACTORS", (2,))
     model = llama(layers=3, width=104, vocab=104)
-    described = LibraryModel.of(model, torch.float32, None, None, None)
-    checked = pickle.loads(pickle.dumps(StageCheck(capture(model), initial_buffers(model), False, model=described)))
+    program = capture(model)
+    described = LibraryModel.of(CheckedModel(model, program))
+    checked = pickle.loads(pickle.dumps(StageCheck(program, initial_buffers(model), False, model=described)))
     widths: list[int] = []
 
     def counted(computed: Any, expected: dict[str, torch.Tensor], *rest: Any) -> Any:
