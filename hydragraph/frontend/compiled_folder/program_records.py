@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from torch import fx
 
 from hydragraph.frontend.compiled_folder import record_schema
-from hydragraph.frontend.compiled_folder.record_schema import Malformed, built
+from hydragraph.frontend.compiled_folder.record_schema import Malformed, built, built_fields
 from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program, Template
@@ -17,6 +17,7 @@ from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names, s
 from hydragraph.passes.variant_spec import VariantSpec
 
 Data = dict[str, Any]
+_PLACEHOLDERS = ("parameters", "buffers", "inputs")
 
 
 def program_data(program: Program) -> Data:
@@ -35,20 +36,15 @@ def program_data(program: Program) -> Data:
 
 def program_of(value: object) -> Program:
     """Build a program from data; raise Malformed, naming the field, if a field is invalid."""
-    kinds = get_type_hints(Program)
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
-    parts = {name: built(kinds[name], data[name], f"program: {name}") for name in plain}
+    parts = built_fields(Program, data, plain, "program")
     templates = [_template_of(record) for record in record_schema.listed(data["templates"], "program: templates")]
     listed: tuple[Parameter, ...] = built(tuple[Parameter, ...], data["parameters"], "program: a parameter")
     parameters = {parameter.name: parameter for parameter in listed}
     buckets = [_bucket_of(record, parameters) for record in record_schema.listed(data["buckets"], "program: buckets")]
-    program = Program(
-        templates={template.name: template for template in templates},
-        parameters=parameters,
-        buckets=tuple(buckets),
-        **parts,
-    )
+    by_name = {template.name: template for template in templates}
+    program = Program(templates=by_name, parameters=parameters, buckets=tuple(buckets), **parts)
     _check_program(program)
     if program.fingerprint != data["fingerprint"]:
         raise Malformed(
@@ -97,20 +93,18 @@ def _template_data(template: Template) -> Data:
         "name": template.name,
         "digest": content[0],
         "traced": content[-1],
-        **{name: getattr(template, name) for name in ("parameters", "buffers", "inputs")},
+        **{name: getattr(template, name) for name in _PLACEHOLDERS},
         "graph": encode(template.graph),
     }
 
 
 def _template_of(value: object) -> Template:
     where = "program: a template"
-    data = record_schema.fields(value, ("name", "digest", "traced", "parameters", "buffers", "inputs", "graph"), where)
+    data = record_schema.fields(value, ("name", "digest", "traced", *_PLACEHOLDERS, "graph"), where)
     name = record_schema.text(data["name"], where)
     where = f"program: template {name[:6]}"
     (graph,) = _built(record_schema.check_graphs(data["graph"], 1, where), where)
-    kinds = get_type_hints(Template)
-    names = {n: built(kinds[n], data[n], where) for n in ("parameters", "buffers", "inputs")}
-    template = Template(name=name, graph=graph, **names)
+    template = Template(name=name, graph=graph, **built_fields(Template, data, _PLACEHOLDERS, where))
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
         raise Malformed(
@@ -133,12 +127,11 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    kinds = get_type_hints(Variant)
     plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
     data = record_schema.fields(value, (*plain, "graphs"), where)
     graphs = record_schema.check_graphs(data["graphs"], 2, where)
     record_schema.fields(data["kinds"], spec.template.parameters, f"{where}: kinds")
-    parts = {name: built(kinds[name], data[name], f"{where}: {name}") for name in plain}
+    parts = built_fields(Variant, data, plain, where)
     forward, backward = _built(graphs, where)
     variant = Variant(forward=forward, backward=backward, **parts)
     _check_variant(variant, spec, where)

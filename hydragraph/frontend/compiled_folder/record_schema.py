@@ -9,7 +9,7 @@ import keyword
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from types import UnionType
@@ -104,12 +104,15 @@ def dtype(value: object, where: str) -> torch.dtype:
 def record(kind: type[Record], value: object, where: str) -> Record:
     """Build a dataclass from a mapping with exactly its fields."""
     types = _types(kind)
-    data = fields(value, types, where)
-    parts = {name: built(types[name], data[name], f"{where}: {name}") for name in types}
+    parts = built_fields(kind, fields(value, types, where), types, where)
     try:
         return kind(**parts)
     except ValueError as error:
         raise Malformed(f"{where}: {error}") from None
+
+
+def built_fields(kind: type, data: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Any]:
+    return {name: built(_types(kind)[name], data[name], f"{where}: {name}") for name in names}
 
 
 def built(kind: Any, value: object, where: str) -> Any:
