@@ -115,17 +115,16 @@ class LibraryModel:
     def narrowed(self, program: Program) -> NarrowModel | None:
         """Return a narrow copy whose program differs only in widths, or None if no factor yields one."""
         for factor in FACTORS:
-            built = self.at(factor)
-            if built is None:
-                continue
-            model, widths = built
             try:
-                narrow = capture(model, *self.arguments)
-            except Exception as error:  # the model may not support these sizes
+                built = self.at(factor)
+                narrow = None if built is None else capture(built[0], *self.arguments)
+            except Exception as error:  # sizes may depend on each other, or the model may not support them
                 _LOG.info("cannot check a copy at 1/%d of the widths: %s", factor, error)
                 continue
-            if widths.equal(program_text(program), program_text(narrow)):
-                return NarrowModel(model, narrow, widths)
+            if built is not None and narrow is not None:
+                model, widths = built
+                if widths.equal(program_text(program), program_text(narrow)):
+                    return NarrowModel(model, narrow, widths)
         return None
 
     def at(self, factor: int) -> tuple[nn.Module, Widths] | None:
@@ -134,13 +133,9 @@ class LibraryModel:
         tokens = _divide(config, factor)
         if tokens is None:
             return None
-        try:
-            with torch.device("meta"):
-                base = self.kind(config)
-                model = base if self.adapters is None else self.adapters.on(base)
-        except Exception as error:  # sizes may depend on each other
-            _LOG.info("cannot check a copy at 1/%d of the widths: %s", factor, error)
-            return None
+        with torch.device("meta"):
+            base = self.kind(config)
+            model = base if self.adapters is None else self.adapters.on(base)
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         if any(name not in tensors for name, _, _ in self.tensors):
             return None
