@@ -73,25 +73,35 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 
 @dataclass(frozen=True)
-class Common:
-    """Inputs that blocks share: batch fields, and the outputs of the program's `aux` graph."""
+class BatchInputs:
+    """Inputs of a program's blocks for one batch.
 
+    Attributes:
+        tensors: parameters and buffers, by name.
+        fields: fields of the batch.
+        aux: outputs of the program's `aux` graph.
+    """
+
+    program: Program
+    tensors: Mapping[str, Tensor]
     fields: Mapping[str, Any]
     aux: Sequence[Tensor]
 
     @classmethod
     def of(
-        cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
-    ) -> Common:
+        cls, program: Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
+    ) -> BatchInputs:
         fields = _widened(batch, wide)
         template = program.templates[program.aux.template]
-        arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
-        return cls(fields, runner(template.graph, wide)(*arguments))
+        arguments = [tensors[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
+        return cls(program, tensors, fields, runner(template.graph, wide)(*arguments))
 
-    def inputs(self, program: Program, block: Block) -> dict[str, Any]:
-        others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
+    def inputs(self, block: Block) -> dict[str, Any]:
+        """Return the values in `tensors`, `fields` and `aux` that a block takes, by name in its template."""
+        others = [n for n in self.program.templates[block.template].inputs if n.startswith("other.")]
         fed = {n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}
-        return {**self.fields, DROPOUT_BLOCK: torch.tensor(program.number_of(block)), **fed}
+        own = {n: self.tensors[c] for n, c in _local(self.program, block).items() if c in self.tensors}
+        return {**self.fields, DROPOUT_BLOCK: torch.tensor(self.program.number_of(block)), **fed, **own}
 
 
 def add_captured(
@@ -109,12 +119,11 @@ def add_captured(
         sums: gradient sums by parameter name, to which this call adds.
     """
     with torch.no_grad(), default_dtype(wide):
-        common = Common.of(program, tensors, batch, wide)
+        batch_inputs = BatchInputs.of(program, tensors, batch, wide)
         saved: list[list[Any]] = []
         hidden: Any = None
         for block, variant in ran:
-            values = common.inputs(program, block) | {"hidden": hidden}
-            values |= {n: tensors[c] for n, c in _local(program, block).items()}
+            values = batch_inputs.inputs(block) | {"hidden": hidden}
             hidden, *kept = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))
             saved.append(kept)
         loss: Tensor = hidden
@@ -137,16 +146,15 @@ def depends_on_padding(
 ) -> bool:
     """Return whether large values in a batch's last sequence, which is padding, affect the loss."""
     block, variant = head
-    local = _local(program, block)
     parameters = program.templates[block.template].parameters
     tokens, real = (int(end) for end in batch["cu_seqlens"][[-1, -2]])
     (like,) = (value_of(n) for n in program.templates[block.template].graph.graph.nodes if n.name == "hidden")
     sizes = [s if isinstance(s, int) else tokens for s in like.shape]
     hidden = torch.randn(sizes, generator=torch.Generator().manual_seed(0), dtype=wide or like.dtype)
     with torch.no_grad(), default_dtype(wide):
-        common = Common.of(program, tensors, batch, wide).inputs(program, block)
+        inputs = BatchInputs.of(program, tensors, batch, wide).inputs(block)
         for weight, size in _SCALES:
-            values = common | {n: tensors[c] * weight if n in parameters else tensors[c] for n, c in local.items()}
+            values = inputs | {name: inputs[name] * weight for name in parameters}
             losses = []
             for factor in (size, -size):
                 values["hidden"] = torch.cat([hidden[:, :real], hidden[:, real:] * factor], 1)
