@@ -125,7 +125,7 @@ class _Rewriting:
         elif (chosen := self._choice(node)) is None:
             self._follow(node)
         elif target in (aten.index.Tensor, aten.index_select.default):
-            self._replace(node, *self._taken(node, arguments[0], chosen))
+            self._replace(node, self._taken(node, arguments[0], *chosen), chosen[0])
         elif argument_of(node, "alpha") not in (None, 1):
             raise _Unchanged("index_add has an alpha other than 1")
         else:
@@ -190,10 +190,7 @@ class _Rewriting:
             raise _Unchanged("the indices come from several masks, or the indexed dimensions are not adjacent")
         return next(iter(selections.values())), dims
 
-    def _taken(
-        self, place: fx.Node, x: fx.Node, chosen: tuple[_Selection, dict[int, int]]
-    ) -> tuple[fx.Node, _Selection]:
-        selection, dims = chosen
+    def _taken(self, place: fx.Node, x: fx.Node, selection: _Selection, dims: dict[int, int]) -> fx.Node:
         self._check_sizes(x, selection, dims)
         position = min(dims.values())
         rest = [d for d in range(len(shape(x))) if d not in dims.values()]
@@ -213,7 +210,7 @@ class _Rewriting:
             result = self._permuted(place, result, order)
             if result is x:  # do not mark `x` itself as selected rows
                 result = self._call(place, aten.permute.default, x, list(range(len(order))))
-            return result, selection
+            return result
 
     def _put(
         self, node: fx.Node, into: fx.Node, chosen: tuple[_Selection, dict[int, int]], values: fx.Node, adds: bool

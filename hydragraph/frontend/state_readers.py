@@ -106,11 +106,13 @@ class Readers:
             return False
         if any(rate for module in modules for rate in rates_of(module).values()):
             return True
-        return any("training" in names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
+        return self._reads_training(calls=False)
 
     @property
     def depends_on_training_without_dropout(self) -> bool:
-        calls = True
+        return self._reads_training(calls=True)
+
+    def _reads_training(self, calls: bool) -> bool:
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f, calls) for f in self.functions.values())
 
     def _follow(self) -> None:
@@ -364,7 +366,7 @@ def _spells_names(function: FunctionType) -> bool:
     return all(id(n) in spelled for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "getattr")
 
 
-def _beside_a_rate(function: FunctionType, calls: bool = False) -> bool:
+def _beside_a_rate(function: FunctionType, calls: bool) -> bool:
     tree = _syntax(function)
     if tree is None:
         return False
