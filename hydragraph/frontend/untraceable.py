@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Number
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -141,7 +140,8 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
     """Raise Unsupported if a forward has custom backwards or hooks, draws Python random numbers, or changes state."""
     random_before = _random_state()
     numbers = _numbers(module)
-    state = _kept_state(module)
+    places = _places_of(module)
+    state = _kept_state(places)
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
@@ -152,7 +152,7 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
             what = f"forward changes {name!r} {change}, but a captured graph uses one fixed value"
             remedy = "compute only from the arguments: keep no state in attributes"
             raise Unsupported(what, where=where, remedy=remedy)
-    changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
+    changed = [name for name, text in _kept_state(places).items() if state.get(name, text) != text]
     if changed:
         what = f"forward or loss changes {changed[0]!r}, but a captured graph would not"
         remedy = "compute only from the arguments: keep no counters, iterators or generators"
@@ -171,42 +171,33 @@ def _numbers(module: nn.Module) -> dict[str, float]:
     }
 
 
-def _kept_state(module: nn.Module) -> dict[str, str]:
+_Place = tuple[str, Callable[[], object]]
+
+
+def _kept_state(places: Sequence[_Place]) -> dict[str, str]:
     state: dict[str, str] = {}
     seen: dict[int, object] = {}
-    for place, read in _places_of(module):
+    for place, read in places:
         state |= _state_in(place, read(), seen)
     return state
 
 
-_Place = tuple[str, Callable[[], object]]
-_PLACES: weakref.WeakKeyDictionary[nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
-
-
 def _places_of(module: nn.Module) -> list[_Place]:
-    if module not in _PLACES:
-        loss = vars(module).get("_loss")
-        readers = Readers(module, loss)
-        owners = {prefix: child for prefix, child in module.named_modules() if library_of(type(child)) is None}
-        places: list[_Place] = [
-            (prefix, partial(_attributes_of, weakref.ref(child))) for prefix, child in owners.items()
-        ]
-        places += [("loss", partial(attributes_of, loss))]
-        for function in readers.functions.values():
-            name = function.__qualname__
-            places += [(name, partial(vars, function))]
-            places += [
-                (f"{name}'s {n}", partial(getattr, cell, "cell_contents")) for n, cell in cells_of(function).items()
-            ]
-            names = globals_of(function)
-            places += [(f"the global {n}", partial(function.__globals__.get, n)) for n in names]
-        _PLACES[module] = [*places, *((kind.__name__, partial(vars, kind)) for kind in readers.classes)]
-    return _PLACES[module]
+    loss = vars(module).get("_loss")
+    readers = Readers(module, loss)
+    owners = {prefix: child for prefix, child in module.named_modules() if library_of(type(child)) is None}
+    places: list[_Place] = [(prefix, partial(_attributes_of, child)) for prefix, child in owners.items()]
+    places += [("loss", partial(attributes_of, loss))]
+    for function in readers.functions.values():
+        name = function.__qualname__
+        places += [(name, partial(vars, function))]
+        places += [(f"{name}'s {n}", partial(getattr, cell, "cell_contents")) for n, cell in cells_of(function).items()]
+        places += [(f"the global {n}", partial(function.__globals__.get, n)) for n in globals_of(function)]
+    return [*places, *((kind.__name__, partial(vars, kind)) for kind in readers.classes)]
 
 
-def _attributes_of(reference: weakref.ref[nn.Module]) -> dict[str, object]:
-    module = reference()
-    return {} if module is None else {n: v for n, v in vars(module).items() if n not in _OF_MODULES}
+def _attributes_of(module: nn.Module) -> dict[str, object]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4) -> Iterator[tuple[str, str]]:
@@ -217,6 +208,7 @@ def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4
         yield place, repr(value)
         return
     seen[id(value)] = value
+    kind = value if isinstance(value, type) else type(value)
     if isinstance(value, np.ndarray):
         yield place, str(hash(value.tobytes())) if value.size <= _LARGEST else ""
     elif isinstance(value, random.Random):
@@ -229,14 +221,10 @@ def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4
         yield f"the length of {place}", str(len(value))
         for i, part in enumerate([] if isinstance(value, set) or not depth else list(value)[:_MOST]):
             yield from _state_in(f"{place}[{i}]", part, seen, depth - 1)
-    elif depth and (isinstance(value, Mapping | SimpleNamespace) or not is_installed(_class_of(value))):
+    elif depth and (isinstance(value, Mapping | SimpleNamespace) or not is_installed(kind)):
         parts = value if isinstance(value, Mapping) else attributes_of(value)
         for name, part in list(parts.items())[:_MOST]:
             yield from _state_in(f"{place}.{name}".removeprefix("."), part, seen, depth - 1)
-
-
-def _class_of(value: object) -> type:
-    return value if isinstance(value, type) else type(value)
 
 
 def _random_state() -> tuple[Any, ...]:
