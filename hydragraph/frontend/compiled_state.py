@@ -13,7 +13,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -104,58 +104,39 @@ class _Names:
                     raise _changed(self.where, name, f"from nothing to {_shown(names[name])}")
 
 
-@dataclass(slots=True)
 class _Tensor:
-    """A parameter or buffer."""
+    """A parameter or buffer, and its state at compilation."""
 
-    name: str
-    local: str
-    tensor: weakref.ref[Tensor]
-    learns: bool
-    state: tuple[int, int, int]
-    hooks: int
-    meta: bool
-
-    @classmethod
-    def of(cls, prefix: str, local: str, tensor: Tensor) -> _Tensor:
-        name = f"{prefix}.{local}".removeprefix(".")
-        hooks = number_of_tensor_hooks(tensor)
-        return cls(name, local, weakref.ref(tensor), tensor.requires_grad, _state(tensor), hooks, tensor.is_meta)
+    def __init__(self, prefix: str, local: str, tensor: Tensor) -> None:
+        self.name = f"{prefix}.{local}".removeprefix(".")
+        self.local = local
+        self.tensor = weakref.ref(tensor)
+        self.learns = tensor.requires_grad
+        self.state = _state(tensor)
+        self.hooks = number_of_tensor_hooks(tensor)
+        self.meta = tensor.is_meta
 
 
-@dataclass(slots=True)
 class _Module:
     """A module's tensors, children and hooks at compilation.
 
-    Attributes:
-        training: value of this flag, or None if results do not depend on it.
+    Args:
+        depends: whether results depend on the flag `training`.
         drops: whether only dropout depends on `training`.
     """
 
-    where: str
-    module: weakref.ref[nn.Module]
-    counts: tuple[int, int, list[str]]
-    forward: tuple[type, Any]
-    children: list[tuple[str, weakref.ref[nn.Module] | None]]
-    tensors: list[_Tensor]
-    hooks: int
-    training: bool | None
-    drops: bool
-
-    @classmethod
-    def of(cls, name: str, module: nn.Module, depends: bool, drops: bool) -> _Module:
+    def __init__(self, name: str, module: nn.Module, depends: bool, drops: bool) -> None:
         parameters, buffers, children = tables_of(module)
-        return cls(
-            name or type(module).__name__,
-            weakref.ref(module),
-            (len(parameters), len(buffers), list(children)),
-            (type(module), type(module).forward),
-            [(n, None if child is None else weakref.ref(child)) for n, child in children.items()],
-            [_Tensor.of(name, n, t) for table in (parameters, buffers) for n, t in table.items() if t is not None],
-            number_of_hooks(module),
-            module.training if depends else None,
-            drops,
-        )
+        tables = (parameters, buffers)
+        self.where = name or type(module).__name__
+        self.module = weakref.ref(module)
+        self.counts = (len(parameters), len(buffers), list(children))
+        self.forward = (type(module), type(module).forward)
+        self.children = [(n, None if child is None else weakref.ref(child)) for n, child in children.items()]
+        self.tensors = [_Tensor(name, n, t) for table in tables for n, t in table.items() if t is not None]
+        self.hooks = number_of_hooks(module)
+        self.training = module.training if depends else None
+        self.drops = drops
 
     def check(self, trains: bool) -> None:
         module = self.module()
@@ -230,7 +211,7 @@ class CompiledState:
         own = readers.depends_on_training([m for _, m in named if library_of(type(m)) is None])
         own_drops = not readers.depends_on_training_without_dropout
         self._modules = [
-            _Module.of(name, module, _depends_on_training(module, own), own_drops and _drops(module, own))
+            _Module(name, module, _depends_on_training(module, own), own_drops and _drops(module, own))
             for name, module in named
         ]
         for name, module in named:
@@ -329,8 +310,9 @@ class CompiledState:
             for name, module in owner.named_modules():
                 place = f"{where}.{name}".rstrip(".")
                 if id(module) not in self._seen:
-                    made = _Module.of(place, module, mentions(type(module), "training"), drops=False)
-                    self._modules.append(replace(made, tensors=[t for t in made.tensors if not t.learns]))
+                    made = _Module(place, module, mentions(type(module), "training"), drops=False)
+                    made.tensors = [tensor for tensor in made.tensors if not tensor.learns]
+                    self._modules.append(made)
                 self._add_attributes(place, module, readers)
         elif has_state(owner) or (isinstance(owner, Tensor) and not isinstance(owner, nn.Parameter)):
             self._add_attributes(where, owner, readers)
