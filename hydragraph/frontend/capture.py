@@ -256,9 +256,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
                 "move the computation between the blocks into one of them, or choose other blocks with "
                 "blocks='path.to.list'"
             )
-            raise Unsupported(
-                "this block's input is not the previous block's output", where=str(node.args[2]), remedy=remedy
-            )
+            what = "this block's input is not the previous block's output"
+            raise Unsupported(what, where=str(node.args[2]), remedy=remedy)
         outputs += [o for o in others if o not in outputs]
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
@@ -362,15 +361,10 @@ def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) 
     blocks = []
     for name, template in raw.items():
         prefix = f"{path}.{name.removeprefix('layer.')}." if name.startswith("layer.") else ""
-        blocks.append(
-            Block(
-                name,
-                template.name,
-                tuple(canonical[prefix + p] for p in template.parameters),
-                tuple(prefix + b for b in template.buffers),
-                tuple(pieces.feeds[name][i] for i, _ in _others(template)),
-            )
-        )
+        names = tuple(canonical[prefix + parameter] for parameter in template.parameters)
+        buffers = tuple(prefix + buffer for buffer in template.buffers)
+        fed = tuple(pieces.feeds[name][i] for i, _ in _others(template))
+        blocks.append(Block(name, template.name, names, buffers, fed))
     templates = {t.name: t for t in raw.values()}
     aliases: dict[str, list[str]] = {n: [] for n in first.values()}
     for alias, name in canonical.items():

@@ -54,9 +54,8 @@ def attention(
         cu_seq_lens_q, max_length_q = sequence_bounds(where)
     causal = mask_patterns.is_causal(module) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
-        raise Unsupported(
-            "the model passes an attention mask", where=where, remedy="pack sequences instead of padding them"
-        )
+        remedy = "pack sequences instead of padding them"
+        raise Unsupported("the model passes an attention mask", where=where, remedy=remedy)
     limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
     for name, option in options.items():
         if isinstance(option, Tensor) and name not in _IGNORED:

@@ -58,14 +58,12 @@ def refuse_untried(model: nn.Module) -> None:
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind not in _TRIED:
-            raise Unsupported(
-                f"the peft method {kind} is not supported", where=where, remedy="use peft.LoraConfig or peft.IA3Config"
-            )
+            remedy = "use peft.LoraConfig or peft.IA3Config"
+            raise Unsupported(f"the peft method {kind} is not supported", where=where, remedy=remedy)
         for option in _UNTRIED:
             if getattr(config, option, None):
-                raise Unsupported(
-                    f"LoRA with {option} is not supported", where=where, remedy=f"remove {option} from its LoraConfig"
-                )
+                remedy = f"remove {option} from its LoraConfig"
+                raise Unsupported(f"LoRA with {option} is not supported", where=where, remedy=remedy)
 
 
 def switchable_parameters(model: nn.Module | None) -> list[str]:

@@ -35,9 +35,8 @@ def refuse_other_dtypes(model: nn.Module) -> None:
             raise Unsupported("the tensor has no shape before the first input", where=name, remedy=remedy)
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter and parameter.numel() == 0:
-            raise Unsupported(
-                "the parameter has no elements", where=name, remedy="remove this parameter from the model"
-            )
+            remedy = "remove this parameter from the model"
+            raise Unsupported("the parameter has no elements", where=name, remedy=remedy)
         if parameter.dtype not in _FLOATS:
             what = f"the parameter is {parameter.dtype}, which fp32 master weights do not support"
             remedy = "register it as a buffer (register_buffer) if it is a constant, or dequantize the model"

@@ -294,9 +294,8 @@ class _Stage:
         for index, part in enumerate(parts):  # every rank has a shard of the gradient or a partial sum
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
-                raise ValueError(
-                    f"the gradient of {name} has shape {tuple(part.shape)}, but the shard has {tuple(expected)}"
-                )
+                shapes = f"shape {tuple(part.shape)}, but the shard has {tuple(expected)}"
+                raise ValueError(f"the gradient of {name} has {shapes}")
             intervals = parameter.intervals(self.form.tp, index)
             pieces = parameter.canonical(part).split([b - a for a, b in intervals])
             for (a, b), piece in zip(intervals, pieces, strict=True):

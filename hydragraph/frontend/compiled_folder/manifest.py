@@ -113,10 +113,8 @@ def read_manifest(folder: Path) -> FolderManifest:
     try:
         data = read_json(written, NAME)
         if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise Refused(
-                folder,
-                f"its format is {data.get('format')!r:.40}, but this version of hydragraph reads format {FORMAT}",
-            )
+            what = f"its format is {data.get('format')!r:.40}, but this version of hydragraph reads format {FORMAT}"
+            raise Refused(folder, what)
         names = [field.name for field in fields(FolderManifest)]
         data = record_schema.fields(data, ["format", *names, "sha256"], NAME)
         manifest = record_schema.record(FolderManifest, {name: data[name] for name in names}, NAME)

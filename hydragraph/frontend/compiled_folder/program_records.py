@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from torch import fx
 
 from hydragraph.frontend.compiled_folder import record_schema
-from hydragraph.frontend.compiled_folder.record_schema import Malformed, built, built_fields
+from hydragraph.frontend.compiled_folder.record_schema import Malformed, built, built_fields, refuse
 from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program, Template
@@ -47,9 +47,7 @@ def program_of(value: object) -> Program:
     program = Program(templates=by_name, parameters=parameters, buckets=tuple(buckets), **parts)
     _check_program(program)
     if program.fingerprint != data["fingerprint"]:
-        raise Malformed(
-            f"program: the fingerprint is {program.fingerprint}, but the file states {data['fingerprint']!r:.80}"
-        )
+        refuse("program", f"the fingerprint is {program.fingerprint}, but the file states {data['fingerprint']!r:.80}")
     return program
 
 
@@ -58,22 +56,22 @@ def _check_program(program: Program) -> None:
         where = f"program: block {block.name}"
         template = program.templates.get(block.template)
         if template is None:
-            raise Malformed(f"{where}: the template {block.template:.80} is missing")
+            refuse(where, f"the template {block.template:.80} is missing")
         others = sum(name.startswith("other.") for name in template.inputs)
         counts = [(block.parameters, template.parameters), (block.buffers, template.buffers)]
         if any(len(names) != len(template_names) for names, template_names in counts) or len(block.aux) != others:
-            raise Malformed(f"{where}: the number of parameters, buffers or inputs differs from the template's")
+            refuse(where, "the number of parameters, buffers or inputs differs from the template's")
         unknown = set(block.parameters) - program.parameters.keys()
         if unknown:
-            raise Malformed(f"{where}: the parameter {min(unknown)} is missing")
+            refuse(where, f"the parameter {min(unknown)} is missing")
     aux_count = len(results_of(program.templates[program.aux.template].graph))
     if any(index >= aux_count for block in program.blocks for index in block.aux):
-        raise Malformed("program: a block takes a value that the aux graph does not compute")
+        refuse("program", "a block takes a value that the aux graph does not compute")
     bucketed_names = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
     if sorted(bucketed_names) != sorted(program.parameters):
-        raise Malformed("program: the buckets do not contain every parameter exactly once")
+        refuse("program", "the buckets do not contain every parameter exactly once")
     if 0 in program.heads:
-        raise Malformed("program: every number of heads must be at least 1")
+        refuse("program", "every number of heads must be at least 1")
     program.outline  # noqa: B018  checks the names of blocks and buckets
 
 
@@ -83,7 +81,7 @@ def _bucket_of(value: object, parameters: Mapping[str, Parameter]) -> Bucket:
     parts = {name: built(kinds[name], part, where) for name, part in record_schema.fields(value, kinds, where).items()}
     unknown = set(parts["parameters"]) - parameters.keys()
     if unknown:
-        raise Malformed(f"{where}: the parameter {min(unknown)} is missing")
+        refuse(where, f"the parameter {min(unknown)} is missing")
     return Bucket(**parts | {"parameters": tuple(parameters[name] for name in parts["parameters"])})
 
 
@@ -107,9 +105,7 @@ def _template_of(value: object) -> Template:
     template = Template(name=name, graph=graph, **built_fields(Template, data, _PLACEHOLDERS, where))
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
-        raise Malformed(
-            f"{where}: the graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}"
-        )
+        refuse(where, f"the graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}")
     # The rebuilt graph names symbols differently.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
@@ -145,26 +141,22 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
     vocabulary_fits = set(variant.vocabulary) <= set(template.parameters)
     if not vocabulary_fits or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
-        raise Malformed(f"{where}: the inputs differ from the template's")
+        refuse(where, "the inputs differ from the template's")
     saved = saved_names(len(results_of(variant.forward)) - variant.outputs)
     if len(placeholders_of(variant.forward)) != len(variant.inputs) or variant.outputs != 1:
-        raise Malformed(f"{where}: the forward takes or returns a different number of values than the file states")
+        refuse(where, "the forward takes or returns a different number of values than the file states")
     takes = {*saved, *template.parameters, "tangent", COLLECTIVES}
     if not set(variant.needs) <= takes or len(set(variant.needs)) != len(variant.needs):
-        raise Malformed(
-            f"{where}: the backward must not take {', '.join(set(variant.needs) - takes) or 'a value twice'}"
-        )
+        refuse(where, f"the backward must not take {', '.join(set(variant.needs) - takes) or 'a value twice'}")
     learned = [*variant.gradients, *variant.added]
     if not set(learned) <= spec.learning or len(set(learned)) != len(learned):
-        raise Malformed(
-            f"{where}: the backward computes an untrained value's gradient, or one parameter's gradient twice"
-        )
+        refuse(where, "the backward computes an untrained value's gradient, or one parameter's gradient twice")
     if "hidden" in variant.added:
-        raise Malformed(f"{where}: the gradient of the hidden state is accumulated")
+        refuse(where, "the gradient of the hidden state is accumulated")
     if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
-        raise Malformed(f"{where}: the backward takes a different number of values than the file states")
+        refuse(where, "the backward takes a different number of values than the file states")
     if len(results_of(variant.backward)) != len(variant.gradients):
-        raise Malformed(f"{where}: the backward returns a different number of gradients than the file states")
+        refuse(where, "the backward returns a different number of gradients than the file states")
 
 
 def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None:
@@ -174,7 +166,7 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
         shape = parameter.local_shape(spec.part.tp, spec.part.index)
         value = node[5]
         if not isinstance(value, list) or value[:2] != ["tensor", dtype] or value[3] != list(shape):
-            raise Malformed(f"{where}: {name} is {value!r:.60}, but a rank's shard is {dtype} {list(shape)}")
+            refuse(where, f"{name} is {value!r:.60}, but a rank's shard is {dtype} {list(shape)}")
 
 
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:

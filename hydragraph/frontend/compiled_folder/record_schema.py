@@ -49,27 +49,27 @@ class Malformed(ValueError):  # noqa: N818
     """Data that does not match the schema."""
 
 
-def _refuse(where: str, what: str) -> NoReturn:
+def refuse(where: str, what: str) -> NoReturn:
     raise Malformed(f"{where}: {what}")
 
 
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or value.keys() != set(names):
         contents = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
-        _refuse(where, f"expected the fields {', '.join(names)}, but found {contents or 'nothing'}")
+        refuse(where, f"expected the fields {', '.join(names)}, but found {contents or 'nothing'}")
     return value
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         example = '{"NAME": ...}, as hydragraph compile writes it'
-        _refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
+        refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
     return value
 
 
 def _instance(value: object, kind: type[Value], expected: str, where: str) -> Value:
     if not isinstance(value, kind):
-        _refuse(where, f"expected {expected}, but it is {value!r:.80}")
+        refuse(where, f"expected {expected}, but it is {value!r:.80}")
     return value
 
 
@@ -83,7 +83,7 @@ def text(value: object, where: str) -> str:
 
 def whole(value: object, where: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
-        _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
+        refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
     return value
 
 
@@ -97,7 +97,7 @@ def flag(value: object, where: str) -> bool:
 
 def dtype(value: object, where: str) -> torch.dtype:
     if not isinstance(value, str) or value not in _DTYPES:
-        _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
+        refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
@@ -123,7 +123,7 @@ def built(kind: Any, value: object, where: str) -> Any:
         entries = listed(value, where)
         kinds = inner[:1] * len(entries) if inner[-1] is Ellipsis else inner
         if len(entries) != len(kinds):
-            _refuse(where, f"expected {len(kinds)} values, but there are {len(entries)}")
+            refuse(where, f"expected {len(kinds)} values, but there are {len(entries)}")
         return tuple(built(part, element, where) for part, element in zip(kinds, entries, strict=True))
     if get_origin(kind) is Mapping:
         return {name: built(inner[1], content, f"{where}: {name}") for name, content in mapping(value, where).items()}
@@ -131,7 +131,7 @@ def built(kind: Any, value: object, where: str) -> Any:
         return record(kind, value, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
         if value not in [member.value for member in kind]:
-            _refuse(where, f"{value!r:.80} is not a {kind.__name__}")
+            refuse(where, f"{value!r:.80} is not a {kind.__name__}")
         return kind(value)
     return _SCALARS[kind](value, where)
 
@@ -150,7 +150,7 @@ def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
     hints = wholes(data["hints"], f"{where}: hints", least=2)
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
-        _refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
+        refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
     size = functools.cache(functools.partial(size_of, hints=hints))
     for number, nodes in enumerate(graphs):
         _Graph(f"{where}: graph {number}" if count > 1 else where, size).check(nodes)
@@ -174,18 +174,18 @@ class _Graph:
     def check(self, nodes: object) -> None:
         entries = listed(nodes, self._where)
         if not 1 <= len(entries) <= MOST_NODES:
-            _refuse(self._where, f"it has {len(entries)} nodes: expected 1 to {MOST_NODES}")
+            refuse(self._where, f"it has {len(entries)} nodes: expected 1 to {MOST_NODES}")
         for number, entry in enumerate(entries):
             where = f"{self._where}: node {number}"
             if not isinstance(entry, list) or len(entry) != 6:
-                _refuse(where, "expected [name, kind, target, args, kwargs, value]")
+                refuse(where, "expected [name, kind, target, args, kwargs, value]")
             if (entry[1] == "output") != (number == len(entries) - 1):
-                _refuse(where, "expected one output, as the last node")
+                refuse(where, "expected one output, as the last node")
             name = entry[0]
             if not _is_name(name):
-                _refuse(where, f"the name is {name!r:.80}: expected letters, digits and _")
+                refuse(where, f"the name is {name!r:.80}: expected letters, digits and _")
             if name in self._names:
-                _refuse(where, f"an earlier node already has the name {name}")
+                refuse(where, f"an earlier node already has the name {name}")
             try:
                 self._node(*entry)
             except ValueError as error:
