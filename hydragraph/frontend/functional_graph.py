@@ -84,9 +84,8 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
             "register this tensor with register_buffer (its module in an nn.ModuleList; a loss may be a module), or "
             "create it in forward with device=x.device"
         )
-        return Unsupported(
-            f"forward or loss computes with {named}, which would stay on the CPU", where=where, remedy=remedy
-        )
+        what = f"forward or loss computes with {named}, which would stay on the CPU"
+        return Unsupported(what, where=where, remedy=remedy)
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",

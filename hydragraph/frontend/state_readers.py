@@ -157,9 +157,8 @@ class Readers:
 
     def _add(self, function: FunctionType) -> None:
         if not _is_users(function):
-            self._pending += _wrapped(
-                [*vars(function).values(), *(c.cell_contents for c in cells_of(function).values())]
-            )
+            cells = (cell.cell_contents for cell in cells_of(function).values())
+            self._pending += _wrapped([*vars(function).values(), *cells])
             return
         if id(function) in self.functions:
             return
@@ -238,11 +237,10 @@ def _asks_clocks(function: FunctionType, names: set[str]) -> bool:
     for value in [*globals_of(function).values(), *cells, *_imported(function)]:
         if isinstance(value, BuiltinMethodType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
             return True
-        source = (
-            value.__name__ if isinstance(value, ModuleType) else value.__module__ if isinstance(value, type) else ""
-        )
-        if source in ("time", "datetime") and not names.isdisjoint(_CLOCKS):
-            return True
+        if isinstance(value, ModuleType | type) and not names.isdisjoint(_CLOCKS):
+            source = value.__name__ if isinstance(value, ModuleType) else value.__module__
+            if source in ("time", "datetime"):
+                return True
     return False
 
 

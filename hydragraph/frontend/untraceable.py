@@ -123,9 +123,8 @@ def _refuse_module(module: nn.Module, where: str) -> None:
 def _hook(kind: str, hook: Any, where: str) -> Unsupported:
     name = getattr(hook, "__qualname__", type(hook).__name__)
     remedy = "remove the hook with the handle that its registration returned, or move its computation into forward"
-    return Unsupported(
-        f"a {kind} ({name}) is registered, but a captured graph does not run it", where=where, remedy=remedy
-    )
+    what = f"a {kind} ({name}) is registered, but a captured graph does not run it"
+    return Unsupported(what, where=where, remedy=remedy)
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:

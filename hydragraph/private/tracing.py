@@ -219,24 +219,17 @@ def code_when_called() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
-    """Create symbols without stack traces, which would import Inductor."""
-
-    def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
-        return SLoc(framework_loc, None), ""
-
-    with mock.patch.object(env, "_get_stack_summary", summary):
-        yield
-
-
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
     """Return a new symbolic size without assumptions, identified by `number`."""
     from torch._dynamo.source import ConstantSource  # imports the compiler
 
+    def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
+        return SLoc(framework_loc, None), ""
+
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
-    with _of_no_place(mode.shape_env):
+    # A stack trace would import Inductor.
+    with mock.patch.object(mode.shape_env, "_get_stack_summary", summary):
         seed = mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=dynamic, source=source)
     size = seed.shape[0]
     assert isinstance(size, torch.SymInt)

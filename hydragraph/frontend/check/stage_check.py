@@ -116,10 +116,8 @@ class StageCheck:
             log.warning("did not check the graphs of some blocks: %s", named)
         if forms:
             names = " and ".join(f"<{form.text}>" for form in sorted(forms))
-            seconds = time.perf_counter() - began
-            log.info(
-                "checked the graphs of stages of kind %s: worst error %.1e, took %.1f s", names, max(errors), seconds
-            )
+            result = f"worst error {max(errors):.1e}, took {time.perf_counter() - began:.1f} s"
+            log.info("checked the graphs of stages of kind %s: %s", names, result)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
         """Yield the blocks to compare, each with its stage's kind.
