@@ -95,8 +95,7 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
 
 
 def _line_of(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_NOT_THE_MODELS) and Path(frame.filename).is_file():
             return f", at {Path(frame.filename).name}:{frame.lineno}, {(frame.line or '').strip()[:_LONGEST]!r}"
     return ""

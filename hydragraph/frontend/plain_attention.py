@@ -24,8 +24,7 @@ _BOUNDS = 3  # number of entries of cu_seqlens in the traced example
 
 
 def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:
-    calls = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
-    for node in calls:
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         if argument_of(node, "attn_mask") is None and not argument_of(node, "dropout_p") and _over_row(node, tokens):
             _replace(graph, node)
     remove_dead_code(graph)

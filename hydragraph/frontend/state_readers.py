@@ -130,7 +130,7 @@ class Readers:
     def _find(self, value: Any) -> None:
         value = referent(value)
         self._pending += parts_of(value).values()
-        for function in _functions(value):
+        for function in functions_in(value):
             self._add(function)
         owner: Any = value.__self__ if isinstance(value, MethodType) else value
         if not isinstance(owner, nn.Module):
@@ -248,8 +248,7 @@ def has_state(value: Any) -> bool:
     apart = nn.Module | Tensor | type | FunctionType | MethodType | ModuleType
     if isinstance(value, apart) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
         return False
-    kind = type(value)
-    return library_of(kind) in (None, "transformers")
+    return library_of(type(value)) in (None, "transformers")
 
 
 def attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -301,7 +300,7 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
 
 def mentions(kind: type, name: str) -> bool:
     methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
-    return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in _functions(m))
+    return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in functions_in(m))
 
 
 def rates_of(module: nn.Module) -> dict[str, float]:
@@ -329,7 +328,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
+def functions_in(value: Any) -> Iterator[FunctionType]:
     inner = value.fget if isinstance(value, property) else value
     if isinstance(inner, MethodType | staticmethod | classmethod):
         inner = inner.__func__

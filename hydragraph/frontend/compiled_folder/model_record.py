@@ -23,6 +23,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.library_code import LibraryCode
 from hydragraph.frontend.model_description import Unknown, attributes, described_function, source_digest
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
+from hydragraph.frontend.state_readers import functions_in
 
 ModelRecord = Mapping[str, Mapping[str, str]]
 
@@ -150,10 +151,8 @@ def _code(model: nn.Module) -> Mapping[str, str]:
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
-    values = vars(kind).items()
-    inner = {n: getattr(v, "__func__", None) or getattr(v, "fget", None) or v for n, v in values}
-    functions = {name: value for name, value in inner.items() if isinstance(value, FunctionType)}
-    return [(n, f"{f.__module__}.{f.__qualname__} {_instructions(f.__code__)}") for n, f in functions.items()]
+    functions = [(name, function) for name, value in vars(kind).items() for function in functions_in(value)]
+    return [(n, f"{f.__module__}.{f.__qualname__} {_instructions(f.__code__)}") for n, f in functions]
 
 
 def _instructions(code: CodeType) -> str:
