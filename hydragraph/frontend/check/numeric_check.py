@@ -271,9 +271,6 @@ class _Comparer:
             if attempt.is_training(program.dtype):
                 raise
             failed = error
-        for name, parameter in program.parameters.items():
-            if not parameter.trainable:
-                sums.pop(name, None)
         comparison = GradientComparison(sums)
         expected = torch.zeros((), dtype=torch.float64)
         with _side("alone"):

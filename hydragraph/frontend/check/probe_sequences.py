@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.frontend.check.probe_lengths import Lengths, embeddings
 from hydragraph.frontend.packed_batch import Draws, pack
-from hydragraph.frontend.packed_inputs import FIELDS, own_fields, shift
+from hydragraph.frontend.packed_inputs import own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
 from hydragraph.passes.find_field_ranges import field_ranges_of
@@ -76,7 +76,7 @@ def draw_sequences(
     sequences = []
     for length in lengths.tokens:
         tokens = ids.draw(length, generator)
-        extra = {n: _field(f, length, (example or {}).get(n), generator) for n, f in fields.items() if n not in FIELDS}
+        extra = {n: _field(f, length, (example or {}).get(n), generator) for n, f in fields.items()}
         padding = {name: field.padding for name, field in fields.items() if field.padding}
         sequences.append(Sequence(tokens, _labels(tokens, ids, program.causal, generator), extra, padding=padding))
     return sequences
