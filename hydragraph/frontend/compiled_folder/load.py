@@ -134,8 +134,6 @@ def _read(folder: Path, manifest: FolderManifest, others: Iterable[str]) -> tupl
 
 
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
-    if manifest.model is None:
-        raise Refused(folder, "it does not record its model, because it was written for processes of one machine")
     mismatches = differences(manifest.model, model)
     if mismatches:
         more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""

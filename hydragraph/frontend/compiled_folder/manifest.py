@@ -83,13 +83,12 @@ class FolderManifest:
 
     Attributes:
         code: SHA-256 of hydragraph's files that generate graphs (`own_code`).
-        model: record of the model, or None in a folder shared between processes.
     """
 
     versions: Mapping[str, str]
     code: str
     ranks: int | None
-    model: ModelRecord | None
+    model: ModelRecord
     check: Check
     variants: Mapping[str, VariantEntry]
     files: Mapping[str, ExpectedFile]
@@ -118,8 +117,7 @@ def read_manifest(folder: Path) -> FolderManifest:
         names = [field.name for field in fields(FolderManifest)]
         data = record_schema.fields(data, ["format", *names, "sha256"], NAME)
         manifest = record_schema.record(FolderManifest, {name: data[name] for name in names}, NAME)
-        if manifest.model is not None:
-            record_schema.fields(manifest.model, PARTS, f"{NAME}: model")
+        record_schema.fields(manifest.model, PARTS, f"{NAME}: model")
     except Malformed as error:
         raise Refused(folder, f"{NAME} is damaged: {error}") from None
     if manifest.text().encode() != written:

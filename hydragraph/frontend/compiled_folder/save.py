@@ -73,7 +73,7 @@ def save(
     folder: Path,
     program: Program,
     variants: Iterable[NamedVariant],
-    model: ModelRecord | None = None,
+    model: ModelRecord,
     check: Check | None = None,
     ranks: int | None = None,
     arch: str | None = None,

@@ -19,14 +19,13 @@ from hydragraph.frontend.compiled_folder import load as loading
 from hydragraph.frontend.compiled_folder import manifest
 from hydragraph.frontend.compiled_folder.load import load
 from hydragraph.frontend.compiled_folder.manifest import Refused
-from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.ir.program import Program
 from hydragraph.passes import graph_passes, joint
 from hydragraph.passes import variants as kept
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
-from tests.frontend.compiled_folder.folders import edit, rehash, resign, written, written_for_one_rank
+from tests.frontend.compiled_folder.folders import edit, rehash, written, written_for_one_rank
 from tests.frontend.compiled_folder.struck import outcome, struck
 from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, randomised, sequences
 from tests.own_models import small
@@ -170,15 +169,6 @@ def test_another_model_dtype_or_number_of_ranks_is_refused(folder: Path) -> None
         load(folder, ranks=3)
     with pytest.raises(ValueError, match="program= and compiled= were both given"):
         hg.compile(llama(layers=2), strategy, device="cpu", compiled=folder, program=captured("llama")[0])
-
-
-def test_a_folder_of_no_model_is_for_those_beside_who_wrote_it(tmp_path: Path) -> None:
-    program, model = captured("llama")
-    written_for_one_rank(tmp_path)
-    resign(tmp_path, lambda record: record.update(model=None))
-    assert load(tmp_path).program.fingerprint == program.fingerprint
-    with pytest.raises(Refused, match="does not record its model"):
-        load(tmp_path, model_record(model))
 
 
 def _first_layer(folder: Path) -> None:

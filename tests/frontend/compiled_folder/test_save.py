@@ -11,6 +11,7 @@ import torch
 
 import hydragraph as hg
 from hydragraph.frontend.compiled_folder.manifest import NAME, read_manifest
+from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.record_schema import Malformed
 from hydragraph.frontend.compiled_folder.save import NamedVariant, json_text, named_variants, save
 from hydragraph.passes.differentiate import Variant
@@ -57,20 +58,20 @@ def test_a_node_is_a_line() -> None:
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    program, _ = captured("llama")
+    program, model = captured("llama")
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(torch.ops.aten.bernoulli.default, (x,)),))
     module = torch.fx.GraphModule({}, graph)
     variant = Variant(module, module, (), 1, (), (), {}, ())
     with pytest.raises(Malformed, match=r"aten::bernoulli\.default is not allowed in a compiled folder"):
-        save(tmp_path, program, [NamedVariant("bad", ("0" * 64,), ("embed",), "tp1", variant)])
+        save(tmp_path, program, [NamedVariant("bad", ("0" * 64,), ("embed",), "tp1", variant)], model_record(model))
     assert not (tmp_path / NAME).exists()
 
 
 def test_the_manifest_names_all_files(tmp_path: Path) -> None:
-    program, _ = captured("llama")
+    program, model = captured("llama")
     (tmp_path / "strategies").mkdir()
     (tmp_path / "strategies" / "rank_0.txt").write_text("of people")
-    save(tmp_path, program, [])
+    save(tmp_path, program, [], model_record(model))
     assert list(read_manifest(tmp_path).files) == ["program.json", "strategies/rank_0.txt"]
