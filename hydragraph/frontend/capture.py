@@ -34,7 +34,7 @@ from hydragraph.frontend.functional_graph import functional_graph
 from hydragraph.frontend.loss_module import meta_loss, name_in_program, refuse_trained
 from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
 from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
-from hydragraph.frontend.module_digest import outline, read_by, structure
+from hydragraph.frontend.module_digest import read_by, structure
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded
 from hydragraph.frontend.peft_adapters import refuse_untried
@@ -145,11 +145,11 @@ def _captured(
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
     traced = TracedModel(copied, call, meta_loss(loss or token_cross_entropy))
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
-        refuse_state_around(traced, opaque_blocks(layers, outline, []), meta_batch(sizes, fields), where)
+        refuse_state_around(traced, opaque_blocks(layers, []), meta_batch(sizes, fields), where)
     if not is_huggingface or not huggingface.is_library_class(model):
         refuse_state_between(traced, list(entries(layers)), meta_batch(sizes, fields))
     with packed_recurrences(copied) if is_huggingface else nullcontext():
-        exported, calls = capture_skeleton(traced, layers, outline, sizes, fields)
+        exported, calls = capture_skeleton(traced, layers, sizes, fields)
         skeleton = _Skeleton(*functional_graph(exported, where), where, tuple(fields), sizes)
         pieces = _slice_skeleton(skeleton, calls)
         templates = _capture_layers(calls, keys, pieces.sizes, where)
@@ -337,10 +337,9 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
     for where, template in pieces.unique.items():
         symbol: str | None = tokens
         if where in around:
-            batch_fields = {name: name for name in template.inputs}
+            batch_fields: dict[str, str | None] = {name: name for name in template.inputs}
         else:
-            fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
-            batch_fields = {name: field for name, field in fields.items() if field is not None}
+            batch_fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
             hidden = next((n for n in placeholders_of(template.graph) if n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
         refuse_other_bounds(template, where, batch_fields)

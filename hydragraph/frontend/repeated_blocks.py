@@ -12,6 +12,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.rebound_functions import rebind
 from hydragraph.private.module_internals import table_of
 
+BlockList = nn.ModuleList | nn.ModuleDict
+
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a model to the meta device with parameters in `dtype`; buffers keep their dtype."""
@@ -34,7 +36,7 @@ def computed(model: nn.Module) -> dict[int, Any]:
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
+def block_list(model: nn.Module, path: str | None = None) -> tuple[str, BlockList]:
     """Return the path and container of a model's repeated blocks, by default the container with the most parameters."""
     containers = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
@@ -49,7 +51,7 @@ def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
         remedy = "pass blocks='path.to.list', the path of an nn.ModuleList (or nn.ModuleDict of '0', '1', ...)"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     chosen = containers[path]
-    assert isinstance(chosen, nn.ModuleList | nn.ModuleDict)
+    assert isinstance(chosen, BlockList)
     return path, chosen
 
 
@@ -59,12 +61,12 @@ def _numbers_its_blocks(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len(module) > 0
 
 
-def entries(listed: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
+def entries(listed: BlockList) -> list[nn.Module]:
     """Return the blocks of a container in order, including repeated occurrences."""
     return [block for block in table_of(listed).values() if block is not None]
 
 
-def separate_repeated(listed: nn.ModuleList | nn.ModuleDict) -> None:
+def separate_repeated(listed: BlockList) -> None:
     """Replace later occurrences of a block with copies that share its tensors."""
     seen = set[int]()
     for place, block in table_of(listed).items():

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.block_keywords import keywords_of_block
 from hydragraph.frontend.functional_graph import changes, export
-from hydragraph.frontend.module_digest import structure
+from hydragraph.frontend.module_digest import outline, structure
 from hydragraph.frontend.packed_inputs import Loss
-from hydragraph.frontend.repeated_blocks import entries
+from hydragraph.frontend.repeated_blocks import BlockList, entries
 from hydragraph.frontend.untraceable import watched
 from hydragraph.private.argument_trees import TreeSpec, tree_flatten, tree_unflatten
 from hydragraph.private.module_internals import empty_tables, table_of
@@ -148,18 +148,14 @@ def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> 
 
 
 def capture_skeleton(
-    traced: TracedModel,
-    listed: nn.ModuleList | nn.ModuleDict,
-    alike: Callable[[nn.Module], str],
-    example: Mapping[str, int],
-    fields: Mapping[str, TensorSpec],
+    traced: TracedModel, listed: BlockList, example: Mapping[str, int], fields: Mapping[str, TensorSpec]
 ) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
     """Trace a model and its loss with each block as an opaque operator.
 
     Args:
         traced: a meta copy, which tracing may change.
-        listed: the model's blocks, in the order in which the model must call them.
-        alike: function that returns a block's key; blocks with equal keys must return the same output structure.
+        listed: the model's blocks, in the order in which the model must call them; blocks with equal outlines must
+            return the same output structure.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
@@ -167,23 +163,23 @@ def capture_skeleton(
     trace = functools.partial(export, traced, (meta_batch(example, fields),), (dynamic,), where)
     # Tracing all blocks as one node is fastest, but fails if the model uses the values between blocks.
     light = list[BlockCall]()
-    with contextlib.suppress(Exception), opaque_blocks(listed, alike, light):
+    with contextlib.suppress(Exception), opaque_blocks(listed, light):
         exported = trace()
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
             return _in_order(exported, light, listed, where)
     calls = list[BlockCall]()
     forms = _Forms()
     for name, block in _named(listed):
-        block.forward = _opaque(name, block, alike(block), forms, calls)  # type: ignore[method-assign]
+        block.forward = _opaque(name, block, forms, calls)  # type: ignore[method-assign]
     return _in_order(trace(), calls, listed, where)
 
 
-def _named(listed: nn.ModuleList | nn.ModuleDict) -> list[tuple[str, nn.Module]]:
+def _named(listed: BlockList) -> list[tuple[str, nn.Module]]:
     return [(f"layer.{i}", block) for i, block in enumerate(entries(listed))]
 
 
 def _in_order(
-    exported: torch.export.ExportedProgram, calls: list[BlockCall], listed: nn.ModuleList | nn.ModuleDict, where: str
+    exported: torch.export.ExportedProgram, calls: list[BlockCall], listed: BlockList, where: str
 ) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
     called = [call.name for call in calls]
     if called != [n for n, _ in _named(listed)]:
@@ -197,16 +193,14 @@ def _in_order(
 
 
 @contextlib.contextmanager
-def opaque_blocks(
-    listed: nn.ModuleList | nn.ModuleDict, alike: Callable[[nn.Module], str], calls: list[BlockCall]
-) -> Iterator[None]:
+def opaque_blocks(listed: BlockList, calls: list[BlockCall]) -> Iterator[None]:
     """Replace a model's blocks with opaque ones; append their calls to `calls`."""
     own = dict(table_of(listed))
     forms = _Forms()
     fused = _FusedBlocks("layer.0", f"layer.{len(listed) - 1}")
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
-            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, calls, fused))
+            table_of(listed)[place] = _light(block, _opaque(name, block, forms, calls, fused))
         before = [dict(vars(light)) for light in entries(listed)]
         yield
         if any(vars(light) != attributes for light, attributes in zip(entries(listed), before, strict=True)):
@@ -228,6 +222,7 @@ class _Forms:
     """Structures of blocks' outputs, recorded during tracing.
 
     Attributes:
+        of: outline of a block -> function that rebuilds its output, and the output's structure.
         wide: id of a block's result [T, H] -> the same result as [1, T, H].
     """
 
@@ -273,8 +268,9 @@ class _FusedBlocks:
 
 
 def _opaque(
-    name: str, block: nn.Module, key: str, forms: _Forms, calls: list[BlockCall], fused: _FusedBlocks | None = None
+    name: str, block: nn.Module, forms: _Forms, calls: list[BlockCall], fused: _FusedBlocks | None = None
 ) -> Callable[..., Any]:
+    key = outline(block)
     instance = vars(block).get("forward")
     own = block.forward
 

@@ -75,7 +75,7 @@ _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
 }
 
 
-def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
+def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str | None]) -> None:
     """Raise Unsupported if attention does not use the batch's cu_seqlens; `given` maps inputs to batch fields."""
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":

@@ -55,13 +55,7 @@ def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[BlockCall
         lambda m, batch: m(batch["input_ids"], batch["position_ids"]),
         lambda logits, batch: logits.sum(),
     )
-    return capture_skeleton(
-        traced,
-        model.layers,
-        lambda layer: layer.form,  # type: ignore[arg-type, attr-defined, return-value]
-        {"T": 64, "N+1": 5},
-        FIELDS,
-    )
+    return capture_skeleton(traced, model.layers, {"T": 64, "N+1": 5}, FIELDS)
 
 
 @pytest.mark.parametrize("form", ["plain", "tuple"])
