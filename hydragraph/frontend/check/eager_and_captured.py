@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,88 +74,76 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 
 @dataclass(frozen=True)
-class BatchInputs:
-    """Inputs of a program's blocks for one batch.
+class CapturedBatch:
+    """A packed batch, and the tensors with which a program's graphs compute on it.
 
     Attributes:
         tensors: parameters and buffers, by name.
-        fields: fields of the batch.
-        aux: outputs of the program's `aux` graph.
     """
 
     program: Program
     tensors: Mapping[str, Tensor]
-    fields: Mapping[str, Any]
-    aux: Sequence[Tensor]
+    batch: Mapping[str, Tensor]
+    wide: torch.dtype | None
 
-    @classmethod
-    def of(
-        cls, program: Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
-    ) -> BatchInputs:
-        fields = _widened(batch, wide)
-        template = program.templates[program.aux.template]
-        arguments = [tensors[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
-        return cls(program, tensors, fields, runner(template.graph, wide)(*arguments))
+    @cached_property
+    def _fields(self) -> dict[str, Tensor]:
+        return _widened(self.batch, self.wide)
+
+    @cached_property
+    def _aux(self) -> Sequence[Tensor]:
+        aux = self.program.aux
+        template = self.program.templates[aux.template]
+        arguments = [self.tensors[b] for b in aux.buffers] + [self._fields[i] for i in template.inputs]
+        outputs: Sequence[Tensor] = runner(template.graph, self.wide)(*arguments)
+        return outputs
 
     def inputs(self, block: Block) -> dict[str, Any]:
-        """Return the values in `tensors`, `fields` and `aux` that a block takes, by name in its template."""
+        """Return a block's fields, shared inputs, and those parameters and buffers that `tensors` contains."""
         others = [n for n in self.program.templates[block.template].inputs if n.startswith("other.")]
-        fed = {n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}
+        fed = {n: self._aux[i] for n, i in zip(others, block.aux, strict=True)}
         own = {n: self.tensors[c] for n, c in _local(self.program, block).items() if c in self.tensors}
-        return {**self.fields, DROPOUT_BLOCK: torch.tensor(self.program.number_of(block)), **fed, **own}
+        return {**self._fields, DROPOUT_BLOCK: torch.tensor(self.program.number_of(block)), **fed, **own}
 
 
-def add_captured(
-    program: Program,
-    ran: Sequence[tuple[Block, Variant]],
-    tensors: Mapping[str, Tensor],
-    sums: dict[str, Tensor],
-    batch: dict[str, Tensor],
-    wide: torch.dtype | None,
-) -> Tensor:
+def add_captured(batch: CapturedBatch, ran: Sequence[tuple[Block, Variant]], sums: dict[str, Tensor]) -> Tensor:
     """Run the forwards and backwards of blocks on a packed batch; return the summed loss.
 
     Args:
         ran: the first block, some middle blocks and the last block, each with its variant.
         sums: gradient sums by parameter name, to which this call adds.
     """
-    with torch.no_grad(), default_dtype(wide):
-        batch_inputs = BatchInputs.of(program, tensors, batch, wide)
+    with torch.no_grad(), default_dtype(batch.wide):
         saved: list[list[Any]] = []
         hidden: Any = None
         for block, variant in ran:
-            values = batch_inputs.inputs(block) | {"hidden": hidden}
-            hidden, *kept = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))
+            values = batch.inputs(block) | {"hidden": hidden}
+            hidden, *kept = runner(variant.forward, batch.wide)(*(values[n] for n in variant.inputs))
             saved.append(kept)
         loss: Tensor = hidden
         tangent = torch.ones_like(loss)
         for block, variant in reversed(ran):
-            before = backward(_local(program, block), variant, saved.pop(), tangent, tensors, sums, wide)
+            local = _local(batch.program, block)
+            before = backward(local, variant, saved.pop(), tangent, batch.tensors, sums, batch.wide)
             if before is None:
                 break  # no earlier block is trained
             tangent = before
         return loss
 
 
-def depends_on_padding(
-    program: Program,
-    head: tuple[Block, Variant],
-    tensors: Mapping[str, Tensor],
-    batch: dict[str, Tensor],
-    wide: torch.dtype | None,
-    tolerance: float,
-) -> bool:
+def depends_on_padding(batch: CapturedBatch, head: tuple[Block, Variant], tolerance: float) -> bool:
     """Return whether large values in a batch's last sequence, which is padding, affect the loss."""
     block, variant = head
-    parameters = program.templates[block.template].parameters
-    tokens, real = (int(end) for end in batch["cu_seqlens"][[-1, -2]])
-    (like,) = (value_of(n) for n in program.templates[block.template].graph.graph.nodes if n.name == "hidden")
+    wide = batch.wide
+    template = batch.program.templates[block.template]
+    tokens, real = (int(end) for end in batch.batch["cu_seqlens"][[-1, -2]])
+    (like,) = (value_of(n) for n in template.graph.graph.nodes if n.name == "hidden")
     sizes = [s if isinstance(s, int) else tokens for s in like.shape]
     hidden = torch.randn(sizes, generator=torch.Generator().manual_seed(0), dtype=wide or like.dtype)
     with torch.no_grad(), default_dtype(wide):
-        inputs = BatchInputs.of(program, tensors, batch, wide).inputs(block)
+        inputs = batch.inputs(block)
         for weight, size in _SCALES:
-            values = inputs | {name: inputs[name] * weight for name in parameters}
+            values = inputs | {name: inputs[name] * weight for name in template.parameters}
             losses = []
             for factor in (size, -size):
                 values["hidden"] = torch.cat([hidden[:, :real], hidden[:, real:] * factor], 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check import scratch_pages
-from hydragraph.frontend.check.eager_and_captured import add_captured, depends_on_padding, run_alone
+from hydragraph.frontend.check.eager_and_captured import CapturedBatch, add_captured, depends_on_padding, run_alone
 from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
 from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel, NarrowModel
 from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
@@ -258,6 +258,7 @@ class _Comparer:
         ids = ids_of(subject.model, program)
         sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)
         packed = batches(sequences, attempt.seed if program.drops else None)
+        captured = [CapturedBatch(program, tensors, batch, wide) for batch, _ in packed]
         times = Counter(i for _, indices in packed for i in indices)
         sums: dict[str, Tensor] = {}
         loss = torch.zeros((), dtype=torch.float64)
@@ -265,8 +266,8 @@ class _Comparer:
         try:
             with _side("captured"):
                 ran = [(block, self.variants.get(block, StagePart())) for block in _kept(program, group)]
-                for batch, _ in packed:
-                    loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
+                for batch in captured:
+                    loss = loss + add_captured(batch, ran, sums).double()
         except _Unrunnable as error:
             if attempt.is_training(program.dtype):
                 raise
@@ -283,7 +284,7 @@ class _Comparer:
         tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
         difference = comparison.worst(float(loss), float(expected), attempt.bound, tokens)
         padded = difference is not None and difference.ratio <= 1 and subject.loss is not token_cross_entropy
-        if padded and depends_on_padding(program, ran[-1], tensors, packed[-1][0], wide, attempt.bound.own):
+        if padded and depends_on_padding(captured[-1], ran[-1], attempt.bound.own):
             where = f"{type(subject.model).__name__} after its last block"
             raise Unsupported("tokens that pad a batch change the loss", where=where, remedy=_OF_LOSS)
         return difference

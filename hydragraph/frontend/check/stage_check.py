@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.check.eager_and_captured import BatchInputs, backward
+from hydragraph.frontend.check.eager_and_captured import CapturedBatch, backward
 from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, generate_code, run_ranks
 from hydragraph.frontend.check.loss_comparison import Difference, compare
 from hydragraph.frontend.check.narrow_model import LibraryModel, Widths, variant_text
@@ -220,7 +220,7 @@ class StageCheck:
         sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
         draws = Draws(attempt.seed, range(len(sequences))) if program.drops else None
         batch = pack(sequences, form.tp, several=True, draws=draws)
-        values = BatchInputs.of(program, self._buffers, batch, wide).inputs(block)
+        values = CapturedBatch(program, self._buffers, batch, wide).inputs(block)
         tokens = _tokens_of(batch)
         generator = torch.Generator().manual_seed(attempt.seed + 1)
         if "hidden" in template.inputs:
