@@ -27,7 +27,8 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
     Args:
         given: node with the positions, [1, T] int64; None adds a graph input.
     """
-    counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]
+    aranges = (n for n in graph.nodes if n.target in ARANGES and counts_up(n) and symbol_name(shape(n)[0]) == tokens)
+    counters = [n for n in aranges if not _chooses_rows(n, tokens)]
     for node in counters:
         positions = given or added_input(graph, "added_positions", lambda: value_of(counters[0]).long().unsqueeze(0))
         with graph.inserting_before(node):
@@ -36,10 +37,6 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
                 row = insert(node, aten.to.dtype, row, value_of(node).dtype)
         node.replace_all_uses_with(row)
     remove_dead_code(graph)
-
-
-def _counts(node: fx.Node, tokens: str) -> bool:
-    return counts_up(node) and symbol_name(shape(node)[0]) == tokens
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:

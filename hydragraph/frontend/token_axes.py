@@ -141,7 +141,7 @@ def _problem(
     sized = not with_tokens and (bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes))
     if sized and not (from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)):
         return COUNTS
-    if any(_is_size(n, tokens) for n in sizes_read(node)):
+    if any(tokens in symbols_in(value_of(n)) for n in sizes_read(node)):
         return "computes with the number of tokens of a packed row"
     if not with_tokens:
         return None
@@ -168,11 +168,6 @@ def sizes_read(node: fx.Node) -> list[fx.Node]:
     read: list[fx.Node] = []
     fx.map_arg([a.value for a in arguments_of(node) if a.name not in _SIZES], read.append)
     return [n for n in read if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
-
-
-def _is_size(node: fx.Node, tokens: str) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
 
 
 def _has_other_sizes(node: fx.Node, tokens: str) -> bool:

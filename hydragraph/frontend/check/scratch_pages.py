@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 24
-# Options of glibc's malloc (man mallopt): names, values after `reused` exits, and values before.
+# Options of glibc's malloc (man mallopt), and their values after and within `reused`.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))

@@ -99,7 +99,7 @@ class StageCheck:
                 self.passed[lasting] = line
                 self._passed.add(key)
                 continue
-            size = self._size(block)
+            size = sum(self._program.parameters[name].size for name in block.parameters)
             error = self._compare_narrow(block, form) if size > LARGE else None
             if error is None and size > LARGEST:
                 left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
@@ -130,9 +130,6 @@ class StageCheck:
                 block = self._program.blocks[position]
                 if form.tp > 1 or form.recompute or self._is_fused(block) or self._library is not None:
                     yield block, form
-
-    def _size(self, block: Block) -> int:
-        return sum(self._program.parameters[n].size for n in block.parameters)
 
     def _is_fused(self, block: Block) -> bool:
         return self._fused_head and block is self._program.blocks[-1]
