@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.state_readers import (
     ATOMS,
+    MODULE_ATTRIBUTES,
+    PLAIN,
     SEQUENCES,
     Readers,
     attributes_of,
@@ -51,11 +53,10 @@ _REMEDY = (
     "call hg.compile again after such a change, or pass values that change at every step as batch fields (example=)"
 )
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
+_PLAIN: tuple[type, ...] = (*PLAIN, range, slice, enum.Enum)
 _NUMBERS = (numbers.Number, np.generic, bytearray, array.array)
 _MISSING = object()
 _WHOLE, _SAMPLED = 1 << 14, 1 << 9  # bytes of a tensor
-_TABLES = frozenset(vars(nn.Module()))
 # Attributes that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
@@ -271,7 +272,7 @@ class CompiledState:
         values = {}
         for name, value in attributes_of(owner).items():
             note = name in _NOTES or (library == "transformers" and name.startswith("_") and name != "_loss_function")
-            if name not in _TABLES and (readers.reads(name) if library is None else not note):
+            if name not in MODULE_ATTRIBUTES and (readers.reads(name) if library is None else not note):
                 values[name] = value
         self._add(where, owner, attributes_of, values, readers, frozenset(attributes_of(owner)))
 

@@ -10,15 +10,13 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
-from hydragraph.frontend.state_readers import cells_of, file_of, globals_of, names_of
+from hydragraph.frontend.state_readers import PLAIN, cells_of, file_of, globals_of, names_of
 
 _FOLLOWED = ("transformers", "peft")
 _LIBRARIES = ("hydragraph", "numpy", "packaging", "torch", *_FOLLOWED)
 _STDLIB = f"{sysconfig.get_path('stdlib')}/"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class LibraryCode:
@@ -44,7 +42,7 @@ class LibraryCode:
                 self._pending.append((f"{_name(kind)}.forward", vars(kind)["forward"]))
         while self._pending:
             where, value = self._pending.pop()
-            if isinstance(value, _PLAIN):
+            if isinstance(value, PLAIN):
                 self.values.add((where, repr(value)))
             elif id(value) not in self._seen:
                 self._seen[id(value)] = value

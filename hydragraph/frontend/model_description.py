@@ -9,15 +9,13 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from hydragraph.errors import type_text
-from hydragraph.frontend.state_readers import file_of
+from hydragraph.frontend.state_readers import MODULE_ATTRIBUTES, PLAIN, file_of
 
 _KNOWN = ("torch", "transformers")
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks"))
 # Attributes not described: tensors, modules, hooks, and a method for text generation.
 _HELD = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
@@ -48,7 +46,7 @@ def _is_known(module: str) -> bool:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__}{sorted(map(_value, value))}"

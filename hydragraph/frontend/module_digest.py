@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hydragraph.frontend.state_readers import Readers, base_library_of, cells_of, globals_of
+from hydragraph.frontend.state_readers import PLAIN, Readers, base_library_of, cells_of, globals_of
 from hydragraph.private.operator_schemas import PACKETS
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+_PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module

@@ -236,30 +236,28 @@ class _FusedBlocks:
 
     Attributes:
         given: the hidden state passed to the first block, [1, T, H].
+        others: the blocks' other tensor arguments, by id.
     """
 
     first: str
     last: str
     given: Tensor | None = None
     passed: Tensor | None = None
-    others: list[Tensor] = field(default_factory=list)
+    others: dict[int, Tensor] = field(default_factory=dict)
 
     def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
         if name == self.first:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
-            self.others = []
+            self.others = {}
         elif hidden is not self.passed:
             raise ValueError(f"the input of {name} is not the previous block's output")
-        places = {id(other): i for i, other in enumerate(self.others)}
-        for other in others:
-            if id(other) not in places:
-                places[id(other)] = len(self.others)
-                self.others.append(other)
-        return tuple(places[id(other)] for other in others)
+        self.others |= {id(other): other for other in others}
+        places = list(self.others)
+        return tuple(places.index(id(other)) for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
         if name == self.last:
-            result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
+            result: Tensor = torch.ops.hydragraph.block(self.given, list(self.others.values()), name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
         else:
             with untraced():

@@ -24,6 +24,7 @@ from types import (
 )
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
@@ -37,7 +38,9 @@ SEQUENCES = (
     *(list, tuple, set, frozenset, collections.deque, collections.UserList),
     *(weakref.WeakSet, KeysView, ValuesView, ItemsView),
 )
-ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+ATOMS: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None)})
+PLAIN: tuple[type, ...] = (*ATOMS, torch.dtype, torch.device)
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # Prefixes of classes whose objects other code changes.
 _LIVE = (
     *("torch.optim.", "torch._C.Generator", "threading.Event", "queue.", "multiprocessing.", "ctypes."),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.state_readers import (
+    MODULE_ATTRIBUTES,
     Readers,
     attributes_of,
     cells_of,
@@ -51,7 +52,6 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 }
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
 _LARGEST = 1 << 16  # elements; larger arrays are not compared
 _MOST = 256  # compared entries of a container
 
@@ -196,7 +196,7 @@ def _places_of(module: nn.Module) -> list[_Place]:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, object]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
 def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4) -> Iterator[tuple[str, str]]:
