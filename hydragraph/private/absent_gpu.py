@@ -108,10 +108,8 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
 
     cuda = device_interface.CudaInterface
     answers = _answers(arch)
-    shared = ("is_available", "current_device", "device_count", "get_device_properties", "exchange_device")
-    interface = {name: staticmethod(answers[name]) for name in shared if name in answers}
-    interface |= {name: staticmethod(answers["_" + name]) for name in ("exchange_device", "maybe_exchange_device")}
-    interface |= {"get_raw_stream": staticmethod(_always(0)), "set_device": staticmethod(answers["set_device"])}
+    zeros = dict.fromkeys(("exchange_device", "maybe_exchange_device", "get_raw_stream"), _always(0))
+    interface = {name: staticmethod(answer) for name, answer in {**answers, **zeros}.items()}
     replaced: dict[Any, dict[str, Any]] = {
         torch.cuda: answers,
         torch._C: {"_cuda_getCurrentRawStream": _always(0)},
