@@ -156,10 +156,9 @@ class _Rewriting:
         if len(tokens) != 1:
             raise _Unchanged("the mask does not have exactly one token dimension")
         order = (*tokens, *(d for d in range(len(sizes)) if d not in tokens))
-        with self._graph.inserting_before(place):
-            chosen = mask if value_of(mask).dtype is torch.bool else self._call(place, aten.ne.Scalar, mask, 0)
-            if order != tuple(range(len(sizes))):
-                chosen = self._call(place, aten.permute.default, chosen, list(order))
+        chosen = mask if value_of(mask).dtype is torch.bool else self._call(place, aten.ne.Scalar, mask, 0)
+        if order != tuple(range(len(sizes))):
+            chosen = self._call(place, aten.permute.default, chosen, list(order))
         selection = self._selections[mask] = _Selection(chosen, order, tuple(sizes[d] for d in order))
         return selection
 
@@ -194,23 +193,22 @@ class _Rewriting:
         self._check_sizes(x, selection, dims)
         position = min(dims.values())
         rest = [d for d in range(len(shape(x))) if d not in dims.values()]
-        with self._graph.inserting_before(place):
-            front = [dims[d] for d in selection.dims if d in dims]
-            result = self._permuted(place, x, [*front, *rest])
-            for at, d in enumerate(selection.dims):
-                if d not in dims:
-                    result = self._call(place, aten.unsqueeze.default, result, at)
-            if dims.keys() != set(selection.dims):
-                sizes = [self._size(place, n) for n in selection.sizes]
-                result = self._call(place, aten.expand.default, result, [*sizes, *[-1] * len(rest)])
-            if len(selection.dims) > 1:
-                kept = [self._size(place, shape(x)[d]) for d in rest]
-                result = self._call(place, aten.reshape.default, result, [-1, *kept])
-            order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
-            result = self._permuted(place, result, order)
-            if result is x:  # do not mark `x` itself as selected rows
-                result = self._call(place, aten.permute.default, x, list(range(len(order))))
-            return result
+        front = [dims[d] for d in selection.dims if d in dims]
+        result = self._permuted(place, x, [*front, *rest])
+        for at, d in enumerate(selection.dims):
+            if d not in dims:
+                result = self._call(place, aten.unsqueeze.default, result, at)
+        if dims.keys() != set(selection.dims):
+            sizes = [self._size(place, n) for n in selection.sizes]
+            result = self._call(place, aten.expand.default, result, [*sizes, *[-1] * len(rest)])
+        if len(selection.dims) > 1:
+            kept = [self._size(place, shape(x)[d]) for d in rest]
+            result = self._call(place, aten.reshape.default, result, [-1, *kept])
+        order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
+        result = self._permuted(place, result, order)
+        if result is x:  # do not mark `x` itself as selected rows
+            result = self._call(place, aten.permute.default, x, list(range(len(order))))
+        return result
 
     def _put(
         self, node: fx.Node, into: fx.Node, chosen: tuple[_Selection, dict[int, int]], values: fx.Node, adds: bool
@@ -228,25 +226,24 @@ class _Rewriting:
             raise _Unchanged("rows are written at the positions of another mask, or are broadcast")
         front = [dims[d] for d in selection.dims if d in dims]
         back = [[*front, *rest].index(d) for d in range(len(shape(into)))]
-        with self._graph.inserting_before(node):
-            mask = selection.mask
-            for _ in rest:
-                mask = self._call(node, aten.unsqueeze.default, mask, -1)
-            rows = values
-            if not equal:
-                rows = self._permuted(node, values, [position, *(d for d in range(width) if d != position)])
-                if len(selection.dims) > 1:
-                    sizes = [self._size(node, n) for n in (*selection.sizes, *(shape(into)[d] for d in rest))]
-                    rows = self._call(node, aten.reshape.default, rows, sizes)
-            if adds:
-                rows = self._call(node, aten.where.ScalarOther, mask, rows, 0)
-                absent = [at for at, d in enumerate(selection.dims) if d not in dims]
-                if absent:
-                    rows = self._call(node, aten.sum.dim_IntList, rows, absent)
-                result = self._call(node, aten.add.Tensor, into, self._permuted(node, rows, back))
-            else:
-                rows = values if equal else self._permuted(node, rows, back)
-                result = self._call(node, aten.where.self, self._permuted(node, mask, back), rows, into)
+        mask = selection.mask
+        for _ in rest:
+            mask = self._call(node, aten.unsqueeze.default, mask, -1)
+        rows = values
+        if not equal:
+            rows = self._permuted(node, values, [position, *(d for d in range(width) if d != position)])
+            if len(selection.dims) > 1:
+                sizes = [self._size(node, n) for n in (*selection.sizes, *(shape(into)[d] for d in rest))]
+                rows = self._call(node, aten.reshape.default, rows, sizes)
+        if adds:
+            rows = self._call(node, aten.where.ScalarOther, mask, rows, 0)
+            absent = [at for at, d in enumerate(selection.dims) if d not in dims]
+            if absent:
+                rows = self._call(node, aten.sum.dim_IntList, rows, absent)
+            result = self._call(node, aten.add.Tensor, into, self._permuted(node, rows, back))
+        else:
+            rows = values if equal else self._permuted(node, rows, back)
+            result = self._call(node, aten.where.self, self._permuted(node, mask, back), rows, into)
         self._replace(node, result, None)
 
     def _check_sizes(self, x: fx.Node, selection: _Selection, dims: dict[int, int]) -> None:
@@ -312,7 +309,8 @@ class _Rewriting:
         raise _Unchanged("no earlier tensor has a size that the new operators need")
 
     def _call(self, place: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-        node = self._graph.call_function(target, arguments)
+        with self._graph.inserting_before(place):
+            node = self._graph.call_function(target, arguments)
         with self._mode:
             value = target(*fx.map_arg(arguments, value_of))  # type: ignore[arg-type]
         node.meta = {**place.meta, "val": value}

@@ -31,10 +31,9 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
     counters = [n for n in aranges if not _chooses_rows(n, tokens)]
     for node in counters:
         positions = given or added_input(graph, "added_positions", lambda: value_of(counters[0]).long().unsqueeze(0))
-        with graph.inserting_before(node):
-            row = insert(node, aten.squeeze.dim, positions, 0)
-            if value_of(row).dtype is not value_of(node).dtype:
-                row = insert(node, aten.to.dtype, row, value_of(node).dtype)
+        row = insert(node, aten.squeeze.dim, positions, 0)
+        if value_of(row).dtype is not value_of(node).dtype:
+            row = insert(node, aten.to.dtype, row, value_of(node).dtype)
         node.replace_all_uses_with(row)
     remove_dead_code(graph)
 

@@ -231,8 +231,7 @@ def _write_concatenations(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:
-            with graph.inserting_before(node):
-                node.replace_all_uses_with(insert(node, aten.cat.default, parts, operands(node)[2]))
+            node.replace_all_uses_with(insert(node, aten.cat.default, parts, operands(node)[2]))
 
 
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
@@ -259,8 +258,7 @@ def _write_linears(graph: fx.Graph) -> None:
         x, turned = operands(node)
         weight = operands(turned)[0] if _turns(turned) else turned
         if weight is not turned and weight.op == "placeholder" and value_of(weight).dim() == 2:
-            with graph.inserting_before(node):
-                node.replace_all_uses_with(insert(node, aten.linear.default, x, weight))
+            node.replace_all_uses_with(insert(node, aten.linear.default, x, weight))
 
 
 def _turns(node: fx.Node) -> bool:
@@ -276,7 +274,7 @@ def _write_elementwise_norms(graph: fx.Graph) -> None:
     for node in [n for n in norms if not n.args[5] and n.args[3]]:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
         sizes = [-1, *[1] * (len(value_of(x).shape) - 2)]
-        with graph.inserting_before(node), torch.no_grad():
+        with torch.no_grad():
             add = functools.partial(insert, node)
             scale = add(aten.rsqrt.default, add(aten.add.Tensor, variance, eps))
             scale = scale if weight is None else add(aten.mul.Tensor, scale, weight)
@@ -290,6 +288,8 @@ def _write_elementwise_norms(graph: fx.Graph) -> None:
 
 
 def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    node = place.graph.call_function(operator, arguments)
+    """Insert a call of an operator before a node."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

@@ -49,13 +49,12 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     longest = added_input(graph, "added_longest", lambda: fake.new_empty((), dtype=torch.int64))
     scale = argument_of(node, "scale")
     settings = (bool(argument_of(node, "is_causal")), shape(query)[-1] ** -0.5 if scale is None else scale)
-    with graph.inserting_before(node):
-        packed = [_packed(node, x) for x in operands(node)[:3]]
-        results = insert(node, varlen, *packed, bounds, longest, *settings)
-        out = insert(node, operator.getitem, results, 0)
-        ones = [1] * (len(shape(node)) - 3)
-        row = insert(node, aten.view.default, out, [*ones, -1, shape(query)[-3], shape(value)[-1]])
-        result = insert(node, aten.transpose.int, row, len(ones), len(ones) + 1)
+    packed = [_packed(node, x) for x in operands(node)[:3]]
+    results = insert(node, varlen, *packed, bounds, longest, *settings)
+    out = insert(node, operator.getitem, results, 0)
+    ones = [1] * (len(shape(node)) - 3)
+    row = insert(node, aten.view.default, out, [*ones, -1, shape(query)[-3], shape(value)[-1]])
+    result = insert(node, aten.transpose.int, row, len(ones), len(ones) + 1)
     node.replace_all_uses_with(result)
 
 
