@@ -140,11 +140,9 @@ def compile_graph(
 def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
-    def function(sizes: list, inputs: list) -> tuple:
-        return tuple(graph(*inputs))
-
     with mode, torch.no_grad():
-        traced = make_fx(function, decomposition_table=select_decomp_table())(sizes, inputs)
+        trace = make_fx(lambda sizes, inputs: tuple(graph(*inputs)), decomposition_table=select_decomp_table())
+        traced = trace(sizes, inputs)
     traced.graph.set_codegen(fx.graph.CodeGen())
     output = traced.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -154,8 +152,4 @@ def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTenso
 
 def _condition(guards: str | None) -> Condition:
     code = compile(guards or "True", "<what Inductor assumed>", "eval")
-
-    def holds(sizes: Sequence[int]) -> bool:
-        return bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": size for i, size in enumerate(sizes)}}))
-
-    return holds
+    return lambda sizes: bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": size for i, size in enumerate(sizes)}}))
