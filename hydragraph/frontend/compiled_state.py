@@ -29,7 +29,6 @@ from hydragraph.frontend.state_readers import (
     Readers,
     attributes_of,
     base_library_of,
-    cells_of,
     defaults_of,
     globals_of,
     has_state,
@@ -39,6 +38,7 @@ from hydragraph.frontend.state_readers import (
     parts_of,
     rates_of,
     referent,
+    variables_of,
 )
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
@@ -397,8 +397,7 @@ def _defaults(function: types.FunctionType) -> Mapping[str, Any]:
 
 
 def _variables(function: types.FunctionType) -> Mapping[str, Any]:
-    contents = {name: cell.cell_contents for name, cell in cells_of(function).items()}
-    return {name: value for name, value in contents.items() if not isinstance(value, nn.Parameter)}
+    return {name: value for name, value in variables_of(function).items() if not isinstance(value, nn.Parameter)}
 
 
 def _shown(value: Any) -> str:

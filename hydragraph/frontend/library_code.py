@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hydragraph.frontend.state_readers import PLAIN, cells_of, file_of, globals_of, names_of
+from hydragraph.frontend.state_readers import PLAIN, file_of, globals_of, names_of, variables_of
 
 _FOLLOWED = ("transformers", "peft")
 _LIBRARIES = ("hydragraph", "numpy", "packaging", "torch", *_FOLLOWED)
@@ -62,7 +62,7 @@ class LibraryCode:
         if not self._is_of_library(function.__module__, function.__code__.co_filename):
             self.patches.append((where, function))
             return
-        self._pending += [(f"{where}: {name}", cell.cell_contents) for name, cell in cells_of(function).items()]
+        self._pending += [(f"{where}: {name}", value) for name, value in variables_of(function).items()]
         self._pending += [(where, default) for default in function.__defaults__ or ()]
         package = (function.__module__ or "").partition(".")[0]
         method = where.rpartition(".")[0] in {_name(kind) for kind in self._kinds}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hydragraph.frontend.state_readers import PLAIN, Readers, base_library_of, cells_of, globals_of
+from hydragraph.frontend.state_readers import PLAIN, Readers, base_library_of, globals_of, variables_of
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice)
@@ -120,9 +120,9 @@ class _Describer:
 
     def _function(self, function: FunctionType) -> str:
         name = f"{function.__module__}.{function.__qualname__}"
-        filled = cells_of(function)
-        cells = [filled[n].cell_contents if n in filled else "empty" for n in function.__code__.co_freevars]
-        state = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
+        variables = variables_of(function)
+        closure = [variables.get(name, "empty") for name in function.__code__.co_freevars]
+        state = self.text((function.__defaults__, function.__kwdefaults__, closure, function.__dict__))
         return f"{name} {self._code(function.__code__)} {state}"
 
     def _code(self, code: CodeType) -> str:

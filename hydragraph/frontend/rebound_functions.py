@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydragraph.frontend.state_readers import cells_of
+from hydragraph.frontend.state_readers import variables_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -45,15 +45,14 @@ def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int
         return rebuilt[id(function)]  # type: ignore[no-any-return]
     # Ends the recursion for a function that references itself.
     rebuilt[id(function)] = function
-    filled = cells_of(function)
+    variables = variables_of(function)
     names = function.__code__.co_freevars
-    cells = [filled[name].cell_contents if name in filled else None for name in names]
-    old_parts = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
+    old_parts = [list(map(variables.get, names)), function.__defaults__, function.__kwdefaults__, function.__dict__]
     new_parts = [_rebound(h, memo, rebuilt) for h in old_parts]
     if not _differ(new_parts, old_parts):
         return function
     olds = zip(names, function.__closure__ or (), new_parts[0], strict=True)
-    closure = tuple(CellType(new) if name in filled else old for name, old, new in olds)
+    closure = tuple(CellType(new) if name in variables else old for name, old, new in olds)
     function_copy = FunctionType(function.__code__, function.__globals__, function.__name__, new_parts[1], closure)
     function_copy.__kwdefaults__ = new_parts[2]
     function_copy.__qualname__ = function.__qualname__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dis
 import functools
 import inspect
@@ -15,7 +16,6 @@ import weakref
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from types import (
     BuiltinMethodType,
-    CellType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -160,8 +160,7 @@ class Readers:
 
     def _add(self, function: FunctionType) -> None:
         if not _is_users(function):
-            cells = (cell.cell_contents for cell in cells_of(function).values())
-            self._pending += _wrapped([*vars(function).values(), *cells])
+            self._pending += _wrapped([*vars(function).values(), *variables_of(function).values()])
             return
         if id(function) in self.functions:
             return
@@ -172,7 +171,7 @@ class Readers:
         if not function.__name__.startswith("__") or function.__name__ == "__call__":
             self._dynamic |= not names.isdisjoint(_DYNAMIC) or ("getattr" in names and not _spells_names(function))
         values = [*globals_of(function).values(), *vars(function).values(), *defaults_of(function).values()]
-        values += [cell.cell_contents for cell in cells_of(function).values()]
+        values += variables_of(function).values()
         self._pending += values
         for module in [*values, *_imported(function)]:
             self._add_module(module, names)
@@ -236,8 +235,7 @@ def _refuse_outside(function: FunctionType) -> None:
 
 
 def _asks_clocks(function: FunctionType, names: set[str]) -> bool:
-    cells = [cell.cell_contents for cell in cells_of(function).values()]
-    for value in [*globals_of(function).values(), *cells, *_imported(function)]:
+    for value in [*globals_of(function).values(), *variables_of(function).values(), *_imported(function)]:
         if isinstance(value, BuiltinMethodType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
             return True
         if isinstance(value, ModuleType | type) and not names.isdisjoint(_CLOCKS):
@@ -284,15 +282,13 @@ def _arguments(function: CodeType, operations: tuple[str, ...]) -> tuple[Any, ..
     return tuple(instruction.argval for instruction in instructions if instruction.opname in operations)
 
 
-def cells_of(function: FunctionType) -> dict[str, CellType]:
-    cells = {}
+def variables_of(function: FunctionType) -> dict[str, Any]:
+    """Return the values of a function's closure variables, without those that are not set."""
+    variables = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            _ = cell.cell_contents
-        except ValueError:
-            continue
-        cells[name] = cell
-    return cells
+        with contextlib.suppress(ValueError):
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:

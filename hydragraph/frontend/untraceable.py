@@ -19,11 +19,11 @@ from hydragraph.frontend.state_readers import (
     MODULE_ATTRIBUTES,
     Readers,
     attributes_of,
-    cells_of,
     globals_of,
     is_installed,
     library_of,
     referent,
+    variables_of,
 )
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
@@ -190,9 +190,13 @@ def _places_of(module: nn.Module) -> list[_Place]:
     for function in readers.functions.values():
         name = function.__qualname__
         places += [(name, partial(vars, function))]
-        places += [(f"{name}'s {n}", partial(getattr, cell, "cell_contents")) for n, cell in cells_of(function).items()]
+        places += [(f"{name}'s {n}", partial(_variable, function, n)) for n in variables_of(function)]
         places += [(f"the global {n}", partial(function.__globals__.get, n)) for n in globals_of(function)]
     return [*places, *((kind.__name__, partial(vars, kind)) for kind in readers.classes)]
+
+
+def _variable(function: FunctionType, name: str) -> object:
+    return variables_of(function).get(name)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, object]:

@@ -7,7 +7,7 @@ import functools
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hydragraph.frontend.state_readers import Readers, cells_of, globals_of, mentions, rates_of
+from hydragraph.frontend.state_readers import Readers, globals_of, mentions, rates_of, variables_of
 
 GAIN = 2.0
 
@@ -59,7 +59,7 @@ def test_functions_of_a_loss_are_followed_through_partials_and_cells() -> None:
     assert [f.__name__ for f in readers.functions.values()] == ["loss", "inner"]
     function = next(f for f in readers.functions.values() if f.__name__ == "inner")
     assert globals_of(function) == {"GAIN": 2.0}
-    assert cells_of(function)["alpha"].cell_contents == 1.0
+    assert variables_of(function)["alpha"] == 1.0
 
 
 def test_a_flag_beside_a_rate_of_0_decides_nothing() -> None:
