@@ -330,10 +330,7 @@ def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> st
         planner.announce(batches[0])
         planner.plan(batches[0])
         asked = ReplanQuestion(
-            costs.profile,
-            costs.cluster,
-            costs.home,
-            health,
+            costs.changed(health=health),
             tuple(batches),
             running,
             running,
@@ -341,7 +338,7 @@ def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> st
             Policy(),
             at_once=True,
         )
-        _answered(replanner, replace(asked, health=Health()))  # as every run does while all are well
+        _answered(replanner, replace(asked, costs=costs))  # as every run does while all are well
         began, worked = time.monotonic(), _cpu_s(replanner)
         found = _answered(replanner, asked)
         took, worked = time.monotonic() - began, _cpu_s(replanner) - worked

@@ -49,7 +49,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.default_cluster import default_cluster
-from hydragraph.train.stragglers.background_replanning import Replanned, Replanner
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion
 from hydragraph.train.stragglers.controller import Controller, Replanning
 from hydragraph.train.stragglers.monitor import Monitor
 
@@ -436,9 +436,8 @@ def controlled(
             exe.choose_from(answer.strategies, answer.request, answer.static)
 
         steps = sum(iterations for _, _, iterations in phases)
-        controller = Controller(
-            Monitor(costs), Replanning(costs, exe.strategies, exe.request, Policy(), Replanner(), switch, steps)
-        )
+        question = ReplanQuestion(costs, (), exe.strategies, exe.strategies, exe.request, Policy())
+        controller = Controller(Monitor(costs), Replanning(question, Replanner(), switch, steps))
     (folder / f"pid-{exe.rank}").write_text(str(os.getpid()))
     seen: list[tuple[float, str]] = []
     told: list[str] = []

@@ -12,7 +12,7 @@ from hydragraph.planner.policy import Policy
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.stragglers.background_replanning import Replanned, Replanner
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion
 from hydragraph.train.stragglers.controller import Controller, Replanning
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.monitor import Monitor
@@ -78,21 +78,22 @@ def controller_of(
         assert answer.request is not None, "an answer with strategies has a request"
         executor.choose_from(answer.strategies, answer.request, answer.static, ready_first=True)
 
+    running = executor.strategies
+    sample = tuple(tuple(lengths) for lengths in executor.planning.lengths or ())
+    may_stream = executor.may_stream
+    question = ReplanQuestion(
+        costs, sample, running, running, executor.request, policy_of(config), streaming=may_stream
+    )
     return Controller(
         monitor,
         Replanning(
-            costs,
-            executor.strategies,
-            executor.request,
-            policy_of(config),
+            question,
             planner or Replanner(),
             None if config.elastic.dry_run else switch,
             config.steps,
             changing=lambda: executor.changing,
             refused=lambda: executor.change_refused,
-            sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
             hurried=hurried,
-            streaming=executor.may_stream,
             static=executor.static,
             planned_for=late.planned(monitor.health) if hurried else Health(),
             late=late,

@@ -6,22 +6,15 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 from hydragraph.cluster.module_process import GONE, Worker
-from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES
-from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.request import PlanRequest
-from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.health import Health
-from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
@@ -36,16 +29,13 @@ class ReplanQuestion:
     """Inputs of a search for a plan.
 
     Attributes:
-        profile, cluster, home: those of the run, as if all ranks were healthy.
+        costs: costs of the ranks as they are, with the run's home.
         deadline_s: time limit of the search; None: no limit, so that the result is deterministic.
         at_once: whether to answer quickly, from an estimate on one mini-batch.
         streaming: whether stages may stream weights, as in ZeRO-3.
     """
 
-    profile: Profile
-    cluster: Cluster
-    home: Home
-    health: Health
+    costs: Costs
     lengths: tuple[tuple[int, ...], ...]
     running: tuple[Strategy, ...]
     first: tuple[Strategy, ...]
@@ -54,9 +44,6 @@ class ReplanQuestion:
     deadline_s: float | None = DEADLINE_S
     at_once: bool = False
     streaming: bool = True
-    corrections: Corrections = field(default_factory=Corrections)
-    push_itemsize: int = GRADIENT_BYTES
-    state_bytes: int = ADAMW_STATE_BYTES
 
 
 @dataclass(frozen=True)
@@ -82,41 +69,32 @@ class Replanned:
         return self.strategies if self.static is None else (self.strategies[self.static],)
 
 
-def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
-    inputs = question.profile, question.cluster, question.corrections
-    if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
-        return before.changed(health=question.health, home=question.home)
-    profile, cluster, corrections = inputs
-    return Costs(
-        profile,
-        cluster,
-        question.health,
-        home=question.home,
-        corrections=corrections,
-        push_itemsize=question.push_itemsize,
-        state_bytes=question.state_bytes,
-    )
+def with_caches(costs: Costs, before: Costs | None) -> Costs:
+    """Return equal costs that reuse the caches of `before` if only health and home differ."""
+    inputs = costs.profile, costs.cluster, costs.corrections
+    if before is None or (before.profile, before.cluster, before.corrections) != inputs:
+        return costs
+    return before.changed(health=costs.health, home=costs.home)
 
 
-def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
+def replan(question: ReplanQuestion) -> Replanned:
     """Search for faster strategies; the running ones are also candidates."""
     began = time.perf_counter()
-    costs = costs or costs_of(question)
     try:
-        replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
+        replanned = _at_once(question) if question.at_once else _at_length(question)
     except Unsupported as error:
         replanned = Replanned(refused=str(error))
     return replace(replanned, took_s=time.perf_counter() - began)
 
 
-def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
+def _at_once(question: ReplanQuestion) -> Replanned:
     from hydragraph.planner.immediate_plan import plan_at_once, sample  # needs numba and scipy
     from hydragraph.planner.price_mini_batches import traffic_in_line
     from hydragraph.spec.training_workload import Workload
 
+    costs = question.costs
     workload = Workload(lengths=question.lengths)
-    others = (*question.running, *question.first)
-    estimate = plan_at_once(costs, workload, others)
+    estimate = plan_at_once(costs, workload, (*question.running, *question.first))
     if estimate is None:
         return Replanned(refused=_NONE_FITS)
     choice = question.request.choose(sample(workload))
@@ -128,13 +106,14 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
     return Replanned((estimate.strategy,), request, 0, before, estimate.seconds)
 
 
-def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
+def _at_length(question: ReplanQuestion) -> Replanned:
     from hydragraph.planner.plan import plan
     from hydragraph.spec.training_workload import Workload
 
+    costs = question.costs
     try:
         # Without slow ranks, the reason for this search is that costs have changed.
-        several = len(question.cluster.types) > 1 or not question.health.rates
+        several = len(costs.cluster.types) > 1 or not costs.health.rates
         planned = plan(
             costs,
             Workload(lengths=question.lengths),
@@ -156,7 +135,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     count = len(question.lengths[: question.policy.sample])
     after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count
     static = None if decision.dynamic else decision.static
-    return Replanned(able, request, static, _as_now(question, costs), after)
+    return Replanned(able, request, static, _as_now(question), after)
 
 
 def _takes(costs: Costs, strategy: Strategy) -> bool:
@@ -166,13 +145,13 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
         return False
 
 
-def _as_now(question: ReplanQuestion, costs: Costs) -> float:
+def _as_now(question: ReplanQuestion) -> float:
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
     for mini_batch in lengths:
         choice = question.request.choose(mini_batch)
         try:
-            total += costs.seconds(question.running[choice.index], choice.assignment)
+            total += question.costs.seconds(question.running[choice.index], choice.assignment)
         except Unsupported:
             return math.inf
     return total / len(lengths)

@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from hydragraph.cost.costs import Costs
 from hydragraph.engine.step_report import StepReport
-from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
@@ -42,25 +40,20 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        costs: costs of healthy ranks, with the run's home (the owners of the state).
+        question: the first question, with costs of healthy ranks; `lengths` are planned for until enough mini-batches
+            have run.
         switch: changes the strategies on all ranks; None for a dry run.
         refused: returns why the ranks did not switch, or "" if they did.
-        sample: sequence lengths to plan for until enough mini-batches have run.
         hurried: whether the initial strategies were planned quickly, so that a search for better strategies follows.
     """
 
-    costs: Costs
-    strategies: tuple[Strategy, ...]
-    request: PlanRequest
-    policy: Policy
+    question: ReplanQuestion
     planner: Replanner
     switch: Callable[[Replanned], None] | None
     steps: int
     changing: Callable[[], bool] = lambda: False
     refused: Callable[[], str] = lambda: ""
-    sample: tuple[tuple[int, ...], ...] = ()
     hurried: bool = False
-    streaming: bool = True
     static: int | None = None
     planned_for: Health = field(default_factory=Health)
     late: Lateness = field(default_factory=Lateness)
@@ -101,12 +94,12 @@ class Controller:
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
         if replanning is not None:
-            self._strategies = replanning.strategies
+            self._question = question = replanning.question
             if (only := replanning.static) is not None:
-                running, request = (replanning.strategies[only],), replanning.request.only(only)
-                self._replanning = replace(replanning, strategies=running, request=request)
+                running = (question.running[only],)
+                self._question = replace(question, running=running, request=question.request.only(only))
             self._cost_s = COST_S
-            self._lengths.extend(replanning.sample)
+            self._lengths.extend(question.lengths)
             self._at_once = replanning.hurried
             self._planned_for = self._asked_for = replanning.planned_for
             self._lateness = replanning.late
@@ -147,15 +140,15 @@ class Controller:
         """Correct the costs by measured block times, and request a plan; return False if the run never replans."""
         if self._replanning is None or self.monitor is None:
             return False
-        costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
-        self._replanning = replace(self._replanning, costs=costs)
+        costs = self._question.costs.changed(corrections=self.monitor.corrections)
+        self._question = replace(self._question, costs=costs)
         self._corrected = True
         return True
 
     def _follow(self, following: Following, report: StepReport) -> tuple[RunEvent, ...]:
         running: tuple[Strategy, ...] = (report.chosen,)
         if self._replanning is not None:
-            running += self._replanning.strategies
+            running += self._question.running
         if self._coming is not None:
             running += self._coming.strategies
         tokens = max(map(sum, (report.assignment.lengths, *self._lengths)))
@@ -200,7 +193,7 @@ class Controller:
         if reason := given.refused():
             event = replace(event, event="replan", why=f"no switch: {reason}", done=False)
         else:
-            self._replanning = replace(given, strategies=coming.strategies, request=coming.request)
+            self._question = replace(self._question, running=coming.strategies, request=coming.request)
             self._planned_for = coming.health
             self._switched_at = report.step
             self._cost_s = report.preparing_s
@@ -214,7 +207,7 @@ class Controller:
     def _rehearse(self, given: Replanning) -> None:
         """Request an unused plan, so that the planning process loads its modules early."""
         self._rehearsing = False
-        given.planner.ask(self._question(given, Health(), at_once=True))
+        self._put(given.planner, Health(), at_once=True)
         given.planner.forget()
 
     def _ask(self, step: int) -> None:
@@ -231,30 +224,17 @@ class Controller:
             return
         self._asked_for = health
         self._asked_at = step
-        replanning.planner.ask(self._question(replanning, health, self._at_once))
+        self._put(replanning.planner, health, self._at_once)
 
     def _may_switch(self, step: int, health: Health) -> bool:
         if health.lost and health.lost != self._planned_for.lost:
             return True
         return self._switched_at is None or step - self._switched_at >= COOLDOWN
 
-    def _question(self, given: Replanning, health: Health, at_once: bool) -> ReplanQuestion:
-        return ReplanQuestion(
-            given.costs.profile,
-            given.costs.cluster,
-            given.costs.home if self.following is None else self.following.target,
-            health,
-            tuple(self._lengths),
-            given.strategies,
-            self._strategies,
-            given.request,
-            given.policy,
-            at_once=at_once,
-            streaming=given.streaming,
-            corrections=given.costs.corrections,
-            push_itemsize=given.costs.push_itemsize,
-            state_bytes=given.costs.state_bytes,
-        )
+    def _put(self, planner: Replanner, health: Health, at_once: bool) -> None:
+        home = None if self.following is None else self.following.target
+        costs = self._question.costs.changed(health=health, home=home)
+        planner.ask(replace(self._question, costs=costs, lengths=tuple(self._lengths), at_once=at_once))
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> RunEvent:
         rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
@@ -271,9 +251,10 @@ class Controller:
         planned = f"planned in {answer.took_s:.2g} s during {step - self._asked_at} steps"
         pays = left * (now_s - after_s) > self._cost_s
         what = _text(answer.chosen)
+        running = _text(self._question.running)
         if saved < GAIN or not pays:
-            other = f"with {what}, {terms}" if what != _text(given.strategies) else "it is still the fastest"
-            why = f"no switch from {_text(given.strategies)}: {other}; {planned}"
+            other = f"with {what}, {terms}" if what != running else "it is still the fastest"
+            why = f"no switch from {running}: {other}; {planned}"
             return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"
         if given.switch is None:

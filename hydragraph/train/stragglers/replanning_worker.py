@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from hydragraph.cluster.module_process import serve
 from hydragraph.cost.costs import Costs
-from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion, costs_of, replan
+from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion, replan, with_caches
 
 
 def prepare() -> Callable[[ReplanQuestion], Replanned]:
@@ -16,8 +17,8 @@ def prepare() -> Callable[[ReplanQuestion], Replanned]:
     def answer(question: ReplanQuestion) -> Replanned:
         nonlocal costs
         try:
-            costs = costs_of(question, costs)
-            return replan(question, costs)
+            costs = with_caches(question.costs, costs)
+            return replan(replace(question, costs=costs))
         except Exception as error:  # training continues, and reports this error
             return Replanned(refused=f"{type(error).__name__}: {error}")
 

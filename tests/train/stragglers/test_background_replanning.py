@@ -24,7 +24,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
-from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion, costs_of, replan
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion, replan, with_caches
 from hydragraph.train.stragglers.monitor import predict
 from tests.models import llama
 from tests.thorough import only, thorough
@@ -47,9 +47,8 @@ def request(*strategies: hg.Strategy) -> PlanRequest:
 
 
 def question(health: Health) -> ReplanQuestion:
-    return ReplanQuestion(
-        profile(), CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None
-    )
+    costs = Costs(profile(), CLUSTER, health, home=Home())
+    return ReplanQuestion(costs, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None)
 
 
 @thorough
@@ -69,13 +68,13 @@ def test_a_plan_for_a_straggler_takes_less_than_going_on() -> None:
 
 def test_measured_seconds_correct_the_costs_of_a_question() -> None:
     twice = {(kind, rank): (2.0,) * 8 for kind in COMPUTING for rank in range(4)}
-    corrected = replace(question(Health()), corrections=Corrections(("",) * 4, twice))
-    before = costs_of(question(Health()))
-    after = costs_of(corrected, before)
+    before = question(Health()).costs
+    corrected = before.changed(corrections=Corrections(("",) * 4, twice))
+    after = with_caches(corrected, before)
     shared = Assignment.even([1, 1], 100)
     one, two = (sum(sum(kinds.values()) for kinds in predict(c, RUNNING, shared).values()) for c in (before, after))
     assert two == pytest.approx(2 * one)
-    assert costs_of(corrected, after).corrections == corrected.corrections
+    assert with_caches(corrected, after).corrections == corrected.corrections
 
 
 def test_a_strategy_that_names_a_lost_rank_cannot_go_on() -> None:
@@ -210,16 +209,16 @@ def test_an_answer_at_once_is_one_strategy_hardly_worse_than_what_is_found_at_le
 
 @thorough
 def test_costs_are_kept_from_one_question_to_the_next_where_only_rates_differ() -> None:
-    first = costs_of(question(Health()))
+    first = question(Health()).costs
     first.pipelines(RUNNING)
     other = question(Health({1: 5.42}))
-    again = costs_of(other, first)
+    again = with_caches(other.costs, first)
     assert again.health == Health({1: 5.42})
-    assert again.pipelines(RUNNING) == costs_of(other).pipelines(RUNNING)
+    assert again.pipelines(RUNNING) == other.costs.pipelines(RUNNING)
     assert again._longest._peaks is first._longest._peaks
-    moved = costs_of(replace(other, home=Home(shares=(1, 1, 1, 0))), first)
+    moved = with_caches(other.costs.changed(home=Home(shares=(1, 1, 1, 0))), first)
     assert moved.home == Home(shares=(1, 1, 1, 0))
-    assert replace(replan(other, again), took_s=0.0) == replace(replan(other), took_s=0.0)
+    assert replace(replan(replace(other, costs=again)), took_s=0.0) == replace(replan(other), took_s=0.0)
 
 
 @thorough

@@ -112,14 +112,12 @@ def controlled(
 ) -> tuple[Controller, Given]:
     monitor: Any = Given()
     given = Replanning(
-        Costs(profile(), CLUSTER),
-        (RUNNING,),
-        request(RUNNING),
-        Policy(),
+        ReplanQuestion(
+            Costs(profile(), CLUSTER), ((50, 50), (60,)), (RUNNING,), (RUNNING,), request(RUNNING), Policy()
+        ),
         planner,
         None if switched is None else switched.append,
         STEPS,
-        sample=((50, 50), (60,)),
         hurried=hurried,
         planned_for=planned_for or Health(),
     )
@@ -142,7 +140,7 @@ def test_a_straggler_leads_to_a_switch_with_its_reason() -> None:
     controller, monitor = controlled(planner, switched)
     events = run(controller, monitor, {10: 2.57}, 16)
     assert [event.event for event in events] == ["straggler", "switch", "replan"]
-    assert [(each.health, each.at_once) for each in planner.asked] == [
+    assert [(each.costs.health, each.at_once) for each in planner.asked] == [
         (Health({1: 2.57}), True),
         (Health({1: 2.57}), False),
     ]
@@ -166,7 +164,7 @@ def test_steps_that_take_other_times_than_expected_lead_to_the_best_plan_by_meas
     )
     assert controller.correct()
     events = run(controller, monitor, {}, 6)
-    assert [(each.health, each.at_once, each.corrections) for each in planner.asked] == [
+    assert [(each.costs.health, each.at_once, each.costs.corrections) for each in planner.asked] == [
         (Health(), False, monitor.corrections)
     ]
     assert [event.event for event in events] == ["switch"]
@@ -176,9 +174,9 @@ def test_steps_that_take_other_times_than_expected_lead_to_the_best_plan_by_meas
 def test_of_a_static_choice_only_the_strategy_in_use_counts_as_running() -> None:
     planner: Any = Answering()
     both = request(OTHER, RUNNING)
-    given = Replanning(
-        Costs(profile(), CLUSTER), (OTHER, RUNNING), both, Policy(), planner, None, STEPS, sample=((50,),), static=1
-    )
+    strategies = (OTHER, RUNNING)
+    question = ReplanQuestion(Costs(profile(), CLUSTER), ((50,),), strategies, strategies, both, Policy())
+    given = Replanning(question, planner, None, STEPS, static=1)
     monitor: Any = Given()
     run(Controller(monitor, given), monitor, {10: 2.57}, 10)
     (asked,) = planner.asked
@@ -198,7 +196,7 @@ def test_who_plans_rehearses_while_all_are_well() -> None:
     planner = Answering()
     controller, monitor = controlled(planner, [])
     assert not run(controller, monitor, {}, 5)
-    assert [(each.health, each.at_once) for each in planner.rehearsed] == [(Health(), True)]
+    assert [(each.costs.health, each.at_once) for each in planner.rehearsed] == [(Health(), True)]
     assert not planner.asked
 
 
@@ -208,7 +206,7 @@ def test_what_was_found_at_once_after_a_loss_is_looked_at_with_more_care_while_a
     controller, monitor = controlled(planner, switched, hurried=True)
     events = run(controller, monitor, {}, 8)
     assert [event.event for event in events] == ["switch"]
-    assert [(each.health, each.at_once) for each in planner.asked] == [(Health(), False)], "once is enough"
+    assert [(each.costs.health, each.at_once) for each in planner.asked] == [(Health(), False)], "once is enough"
     assert planner.asked[0].lengths[:2] == ((50, 50), (60,)), "a sample stands in for mini-batches not yet seen"
     assert len(switched) == 1
 
@@ -218,7 +216,7 @@ def test_a_rank_that_was_slow_before_a_loss_is_no_news_after_it() -> None:
     controller, monitor = controlled(planner, [], hurried=True, planned_for=Health({1: 2.57}))
     monitor.health = Health({1: 2.57})
     run(controller, monitor, {}, 8)
-    assert [(each.health, each.at_once) for each in planner.asked] == [(Health({1: 2.57}), False)]
+    assert [(each.costs.health, each.at_once) for each in planner.asked] == [(Health({1: 2.57}), False)]
 
 
 def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +237,7 @@ def test_rates_that_change_again_come_before_a_better_plan_for_the_old_ones() ->
     planner = Answering(4.0, 3.9)
     controller, monitor = controlled(planner, [])
     run(controller, monitor, {10: 2.57, 11: 5.42}, 13)
-    assert [(each.health, each.at_once) for each in planner.asked] == [
+    assert [(each.costs.health, each.at_once) for each in planner.asked] == [
         (Health({1: 2.57}), True),
         (Health({1: 5.42}), True),
     ]
@@ -256,7 +254,7 @@ def test_a_plan_for_a_rank_that_has_recovered_meanwhile_is_not_taken() -> None:
     events += controller.stepped(report)
     assert [event.event for event in events] == ["straggler", "recovered"]
     assert not switched
-    assert [each.health for each in planner.asked] == [Health({1: 2.57}), Health()]
+    assert [each.costs.health for each in planner.asked] == [Health({1: 2.57}), Health()]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +298,7 @@ def test_after_a_switch_nothing_is_asked_for_a_while_and_then_a_repaired_device_
     events = run(controller, monitor, {10: 2.57, 14: 1.0}, 30)
     told = [event for event in events if event.event != "replan"]
     assert [event.event for event in told] == ["straggler", "switch", "recovered", "switch"]
-    assert [each.health for each in planner.asked if each.at_once] == [Health({1: 2.57}), Health()]
+    assert [each.costs.health for each in planner.asked if each.at_once] == [Health({1: 2.57}), Health()]
     assert told[3].step - told[1].step >= 6
     assert all(each.running == (OTHER,) for each in planner.asked[1:])
     assert all(each.first == (RUNNING,) for each in planner.asked)
