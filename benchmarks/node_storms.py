@@ -27,8 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.elastic import config_in
+from benchmarks.storms import Stormed
 from hydragraph.train.chaos import disturbed_run
-from hydragraph.train.chaos.fault_injection import Victim, parent, send
+from hydragraph.train.chaos.fault_injection import send
+from hydragraph.train.chaos.machines import stat_of
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.step_metrics import read_metrics
 from tests.nodes import TwoNodes, refusal, torchrun
@@ -45,7 +47,7 @@ class TooLateError(Exception):
 
 
 @dataclass
-class Machines(Victim):
+class Machines(Stormed):
     """A run on two machines.
 
     Args:
@@ -123,7 +125,8 @@ class Machines(Victim):
                 if b"hydragraph" in words and words[0] != b"nsenter" and b"torch.distributed.run" not in words:
                     alike.add(pid)
         for pid in alike:
-            if parent(pid) not in alike:
+            fields = stat_of(pid)
+            if fields and int(fields[1]) not in alike:
                 return pid
         raise TooLateError(f"machine {number} has no supervisor")
 

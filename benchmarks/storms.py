@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.elastic import config_in
 from hydragraph.train.chaos.fault_injection import Victim, lives, send
+from hydragraph.train.chaos.machines import stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import read_metrics
 
@@ -37,40 +38,59 @@ SMALL = {"strategies": ["<tp1,pp2> + <tp1,pp1>"], "ranks": RANKS, "steps": STEPS
 STAYS = 1e-3  # of a loss: what other groupings of sums come to in so few steps
 
 
-Storm = Callable[[Victim], None]
+class Stormed(Victim):
+    """A run that storms disturb."""
+
+    @property
+    def server(self) -> int | None:
+        """The process that ranks are forked from."""
+        children = self.children()
+        return int(stat_of(children[-1])[1]) if children else None
+
+    def at(self, step: int) -> None:
+        self.until(lambda: self.step() >= step)
+
+    def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
+        pids = self.ranks()
+        for rank in which:
+            if rank < len(pids):
+                send(pids[rank], signal_)
 
 
-def first_step(run: Victim) -> None:
+Storm = Callable[[Stormed], None]
+
+
+def first_step(run: Stormed) -> None:
     """Kill a rank as soon as the run lists its ranks, before any step is done."""
     run.until(run.ranks)
     run.kill(1)
 
 
-def getting_ready(run: Victim) -> None:
+def getting_ready(run: Stormed) -> None:
     """Kill a process before there are ranks: while all get ready."""
     run.until(lambda: len(run.children()) >= RANKS)
     send(run.children()[1], signal.SIGKILL)
 
 
-def last_step(run: Victim) -> None:
+def last_step(run: Stormed) -> None:
     """Kill a rank after the last step but one."""
     run.at(STEPS - 1)
     run.kill(2)
 
 
-def behind_the_end(run: Victim) -> None:
+def behind_the_end(run: Stormed) -> None:
     """Kill the leader when the last step is done, while the model is written."""
     run.at(STEPS)
     run.kill(0)
 
 
-def two_at_once(run: Victim) -> None:
+def two_at_once(run: Stormed) -> None:
     """Kill two of three in the same instant: a part of the state is lost."""
     run.at(8)
     run.kill(0, 1)
 
 
-def all_but_the_leader_in_turn(run: Victim) -> None:
+def all_but_the_leader_in_turn(run: Stormed) -> None:
     """Kill the highest rank, and the next 0.1 s later."""
     run.at(8)
     run.kill(2)
@@ -78,13 +98,13 @@ def all_but_the_leader_in_turn(run: Victim) -> None:
     run.kill(1)
 
 
-def all_at_once(run: Victim) -> None:
+def all_at_once(run: Stormed) -> None:
     """Kill all ranks, so that only the checkpoint is left."""
     run.at(8)
     run.kill(0, 1, 2)
 
 
-def replacement_at_once(run: Victim) -> None:
+def replacement_at_once(run: Stormed) -> None:
     """Kill every replacement as soon as it is born, three times."""
     run.at(5)
     run.kill(1)
@@ -96,7 +116,7 @@ def replacement_at_once(run: Victim) -> None:
             send(pid, signal.SIGKILL)
 
 
-def replacement_as_it_joins(run: Victim) -> None:
+def replacement_as_it_joins(run: Stormed) -> None:
     """Kill another rank at the moment when the replacement joins."""
     run.at(5)
     run.kill(1)
@@ -104,7 +124,7 @@ def replacement_as_it_joins(run: Victim) -> None:
     run.kill(2)
 
 
-def while_they_meet(run: Victim) -> None:
+def while_they_meet(run: Stormed) -> None:
     """Kill a rank, and a second 0.3 s later, while the others meet."""
     run.at(8)
     run.kill(0)
@@ -112,7 +132,7 @@ def while_they_meet(run: Victim) -> None:
     run.kill(1)
 
 
-def evaluation(run: Victim) -> None:
+def evaluation(run: Stormed) -> None:
     """Kill a rank just after a step that evaluates."""
     run.at(9)
     run.until(lambda: run.step() >= 9)
@@ -120,21 +140,21 @@ def evaluation(run: Victim) -> None:
     run.kill(1)
 
 
-def checkpoint(run: Victim) -> None:
+def checkpoint(run: Stormed) -> None:
     """Kill the leader while a checkpoint is written."""
     run.at(9)
     run.until(run.saving)
     run.kill(0)
 
 
-def checkpoint_follower(run: Victim) -> None:
+def checkpoint_follower(run: Stormed) -> None:
     """Kill another rank while a checkpoint is written."""
     run.at(9)
     run.until(run.saving)
     run.kill(2)
 
 
-def while_slow(run: Victim) -> None:
+def while_slow(run: Stormed) -> None:
     """Slow a rank, and kill it then."""
     run.at(5)
     pids = run.ranks()
@@ -147,7 +167,7 @@ def while_slow(run: Victim) -> None:
     send(pids[1], signal.SIGKILL)
 
 
-def another_while_slow(run: Victim) -> None:
+def another_while_slow(run: Stormed) -> None:
     """Stop one rank, kill another, then let the first continue."""
     run.at(5)
     run.kill(0, signal_=signal.SIGSTOP)
@@ -157,7 +177,7 @@ def another_while_slow(run: Victim) -> None:
     send(pids[0], signal.SIGCONT)
 
 
-def stopped_20_s(run: Victim) -> None:
+def stopped_20_s(run: Stormed) -> None:
     """Stop a rank for 20 s, longer than others wait for it, then let it continue."""
     run.at(8)
     pids = run.ranks()
@@ -166,7 +186,7 @@ def stopped_20_s(run: Victim) -> None:
     send(pids[1], signal.SIGCONT)
 
 
-def stopped_3_s(run: Victim) -> None:
+def stopped_3_s(run: Stormed) -> None:
     """Stop a rank for 3 s: slow is not dead."""
     run.at(8)
     pids = run.ranks()
@@ -175,7 +195,7 @@ def stopped_3_s(run: Victim) -> None:
     send(pids[2], signal.SIGCONT)
 
 
-def all_stopped(run: Victim) -> None:
+def all_stopped(run: Stormed) -> None:
     """Stop all ranks for 8 s: the whole machine slept."""
     run.at(8)
     run.kill(0, 1, 2, signal_=signal.SIGSTOP)
@@ -185,7 +205,7 @@ def all_stopped(run: Victim) -> None:
         send(pid, signal.SIGCONT)
 
 
-def sigterm_storm(run: Victim) -> None:
+def sigterm_storm(run: Stormed) -> None:
     """Ask one rank ten times to leave."""
     run.at(8)
     for _ in range(10):
@@ -193,13 +213,13 @@ def sigterm_storm(run: Victim) -> None:
         time.sleep(0.02)
 
 
-def sigterm_to_all(run: Victim) -> None:
+def sigterm_to_all(run: Stormed) -> None:
     """Ask all ranks to leave at once: the whole machine is taken away."""
     run.at(8)
     run.kill(0, 1, 2, signal_=signal.SIGTERM)
 
 
-def sigterm_then_kill(run: Victim) -> None:
+def sigterm_then_kill(run: Stormed) -> None:
     """Ask a rank to leave, and kill it while it hands over."""
     run.at(8)
     run.kill(1, signal_=signal.SIGTERM)
@@ -207,14 +227,14 @@ def sigterm_then_kill(run: Victim) -> None:
     run.kill(1)
 
 
-def sigterm_one_kill_another(run: Victim) -> None:
+def sigterm_one_kill_another(run: Stormed) -> None:
     """Ask one rank to leave while another is killed."""
     run.at(8)
     run.kill(0, signal_=signal.SIGTERM)
     run.kill(2)
 
 
-def back_again_and_again(run: Victim) -> None:
+def back_again_and_again(run: Stormed) -> None:
     """Ask a rank to leave and tell twenty times that its device is back."""
     run.at(6)
     run.kill(2, signal_=signal.SIGTERM)
@@ -223,7 +243,7 @@ def back_again_and_again(run: Victim) -> None:
         time.sleep(0.05)
 
 
-def stop_while_they_meet(run: Victim) -> None:
+def stop_while_they_meet(run: Stormed) -> None:
     """Kill a rank, and stop the whole run while the others meet."""
     run.at(8)
     run.kill(1)
@@ -231,7 +251,7 @@ def stop_while_they_meet(run: Victim) -> None:
     send(run.supervisor, signal.SIGTERM)
 
 
-def hang_up(run: Victim) -> None:
+def hang_up(run: Stormed) -> None:
     """Send signals to a rank that should not disturb it (SIGWINCH, SIGURG, SIGCHLD), and one that ends it (SIGSEGV)."""
     run.at(8)
     for which in (signal.SIGWINCH, signal.SIGURG, signal.SIGCHLD):
@@ -240,7 +260,7 @@ def hang_up(run: Victim) -> None:
     run.kill(1, signal_=signal.SIGSEGV)
 
 
-def launcher_killed(run: Victim) -> None:
+def launcher_killed(run: Stormed) -> None:
     """Kill the launcher: its ranks must end. Under torchrun that is the supervisor."""
     run.at(8)
     run.ranks()
@@ -248,7 +268,7 @@ def launcher_killed(run: Victim) -> None:
     send(run.supervisor, signal.SIGKILL)
 
 
-def starter_killed(run: Victim) -> None:
+def starter_killed(run: Stormed) -> None:
     """Kill what has started the run, such as torchrun: everything must end."""
     run.at(8)
     run.ranks()
@@ -256,7 +276,7 @@ def starter_killed(run: Victim) -> None:
     send(run.launcher.pid, signal.SIGKILL)
 
 
-def server_killed(run: Victim) -> None:
+def server_killed(run: Stormed) -> None:
     """Kill the process that ranks are forked from: they end with it, and others come from another."""
     run.at(8)
     server = run.server
@@ -264,7 +284,7 @@ def server_killed(run: Victim) -> None:
     send(server, signal.SIGKILL)
 
 
-def server_stopped(run: Victim) -> None:
+def server_stopped(run: Stormed) -> None:
     """Stop the process that ranks are forked from, kill a rank, and let the process continue 20 s later."""
     run.at(8)
     server = run.server
@@ -275,7 +295,7 @@ def server_stopped(run: Victim) -> None:
     send(server, signal.SIGCONT)
 
 
-def server_stopped_for_good(run: Victim) -> None:
+def server_stopped_for_good(run: Stormed) -> None:
     """Stop the process that ranks are forked from for good, and kill a rank: all end, and others come from another."""
     run.at(8)
     server = run.server
@@ -284,13 +304,13 @@ def server_stopped_for_good(run: Victim) -> None:
     run.kill(1)
 
 
-def two_stopped(run: Victim) -> None:
+def two_stopped(run: Stormed) -> None:
     """Stop two of three ranks and never resume them: a part of the state is lost with them."""
     run.at(8)
     run.kill(0, 2, signal_=signal.SIGSTOP)
 
 
-def newcomer_stopped(run: Victim) -> None:
+def newcomer_stopped(run: Stormed) -> None:
     """Kill a rank, and stop the process that replaces it without ever resuming it."""
     run.at(5)
     known = set(run.children())
@@ -301,7 +321,7 @@ def newcomer_stopped(run: Victim) -> None:
         send(pid, signal.SIGSTOP)
 
 
-def launcher_stopped(run: Victim) -> None:
+def launcher_stopped(run: Stormed) -> None:
     """Stop the launcher for 20 s, and kill a rank meanwhile: the ranks wait for it and then continue."""
     run.at(8)
     launcher = run.supervisor
@@ -368,7 +388,7 @@ def losses(folder: RunFolder) -> dict[int, float]:
     return {m.step: m.loss for m in read_metrics(folder.metrics)}
 
 
-def ran(folder: Path, storm: Storm | None, under: str = "") -> tuple[Victim, int | None, str]:
+def ran(folder: Path, storm: Storm | None, under: str = "") -> tuple[Stormed, int | None, str]:
     """Train, disturbed or not; return the run, its exit code (None: it hung) and what it said.
 
     Args:
@@ -394,7 +414,7 @@ def ran(folder: Path, storm: Storm | None, under: str = "") -> tuple[Victim, int
         ]
         command = [sys.executable, *(torchrun if under else []), "-m", "hydragraph", "train", str(file), "--overwrite"]
         launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    run = Victim(RunFolder(folder / "run"), launcher, depth=2 if under else 1)
+    run = Stormed(RunFolder(folder / "run"), launcher, depth=2 if under else 1)
     if storm is not None:
         threading.Thread(target=storm, args=(run,), daemon=True).start()
     end = time.monotonic() + LIMIT_S

@@ -53,11 +53,6 @@ class Victim:
         pids = self._below(self.depth - 1)
         return pids[0] if pids else self.launcher.pid
 
-    @property
-    def server(self) -> int | None:
-        children = self.children()
-        return parent(children[-1]) if children else None
-
     def ranks(self) -> list[int]:
         with suppress(OSError, ValueError, KeyError):
             pids = [int(place["pid"]) for place in json.loads(self.folder.ranks.read_text())]
@@ -109,15 +104,6 @@ class Victim:
             time.sleep(_LOOK_S)
         return bool(what())
 
-    def at(self, step: int) -> None:
-        self.until(lambda: self.step() >= step)
-
-    def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
-        pids = self.ranks()
-        for rank in which:
-            if rank < len(pids):
-                send(pids[rank], signal_)
-
 
 def send(pid: int, which: signal.Signals) -> None:
     with suppress(ProcessLookupError):
@@ -127,11 +113,6 @@ def send(pid: int, which: signal.Signals) -> None:
 def lives(pid: int) -> bool:
     fields = stat_of(pid)
     return bool(fields) and fields[0] not in "ZX"
-
-
-def parent(pid: int) -> int | None:
-    fields = stat_of(pid)
-    return int(fields[1]) if fields else None
 
 
 def ended(pid: int, limit_s: float) -> bool:
