@@ -104,9 +104,9 @@ def train(
     """
     world = join(config.device)
     folder = RunFolder(Path(config.output))
-    stopping = stopping or Stopping(config.grace_s)
+    launched = _Launched(compile, watcher, world, folder, stopping or Stopping(config.grace_s))
     if comes_late():
-        return _join_run(config, compile, watcher, world, folder, stopping)
+        return _join_run(config, launched)
     world.watch.progress_s = config.progress_s
     with world.calling("train"), ExitStack() as owned:
 
@@ -121,8 +121,20 @@ def train(
         found = together(world, "locking the run's folder", world.rank == 0, own)[0]
         assert found is not None
         _refuse_apart(world, folder)
-        start = _Start(begin, step, found[1])
-        return _session(found[0], start, compile, watcher, trace, world, folder, stopping, owned)
+        return _session(found[0], _Start(begin, step, found[1], trace), launched, owned)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    compile: Callable[..., Any]
+    watcher: Watcher
+    world: World
+    folder: RunFolder
+    stopping: Requests
+
+    @property
+    def leader(self) -> Watcher | None:
+        return self.watcher if self.world.rank == 0 else None
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class _Start:
     begin: Begin
     step: int | None
     last: Checkpoint | None
+    trace: bool
 
 
 def _with_stored_heldout(config: TrainConfig, last: Checkpoint | None) -> TrainConfig:
@@ -208,23 +221,15 @@ class _RunInputs:
         )
 
 
-def _session(
-    config: TrainConfig,
-    start: _Start,
-    compile: Callable[..., Any],
-    watcher: Watcher,
-    trace: bool,
-    world: World,
-    folder: RunFolder,
-    stopping: Requests,
-    owned: ExitStack,
-) -> RunOutcome:
-    leader = watcher if world.rank == 0 else None
+def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: ExitStack) -> RunOutcome:
+    world = launched.world
+    folder = launched.folder
+    leader = launched.leader
     ranks = world.ranks if (member := here()) is None else member.ranks  # at first, `world` may have fewer ranks
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
-    tokens = shared_tokens(config, world, watcher)
+    tokens = shared_tokens(config, world, launched.watcher)
     prepared = _RunInputs.of(config, tokens, _model(config, tokens), ranks, folder, world)
     batches = prepared.anew()
     _check_inputs(config, prepared, batches, start)
@@ -232,24 +237,24 @@ def _session(
         for sentence in _remarks(config, prepared, batches, ranks):
             leader.note(sentence)
     config = prepared.config
-    executor = _compiled(prepared, compile, world)
+    executor = _compiled(prepared, launched)
     if prepared.strategies and world.ranks < ranks:
         prepared = replace(prepared, strategies=executor.strategies)
     if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))
-    with stopping.working(), ExitStack() as stack:
+    with launched.stopping.working(), ExitStack() as stack:
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
         begin = partial(folder.begin, config, start.begin, start.step)
         last, done = start.last, 0
         # `begin` may delete an earlier run, so all checks come first.
         if last is None:
             together(world, "creating the run's folder", world.rank == 0, begin)
-        if stop := _score(prepared, executor, start, world, stopping, leader):
+        if stop := _score(prepared, executor, start, launched):
             executor.close()
             return RunOutcome(folder, (), stop)
         evaluation = prepared.evaluation()
         if last is not None:
-            last, done = _load(prepared, executor, batches, last, start.step is None, world, folder, leader)
+            last, done = _load(prepared, executor, batches, last, start.step is None, launched)
             together(world, "continuing in the run's folder", world.rank == 0, begin)
         pieces = open_pieces(config, world, folder)
         if leader is not None:
@@ -286,12 +291,13 @@ def _session(
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
         saved = 0 if last is None else last.step
         coming = ahead_of(run, batches)
-        state = TrainState(watcher, batches, prepared.anew, coming, done, saved, positions, owns=leader is not None)
+        owns = leader is not None
+        state = TrainState(launched.watcher, batches, prepared.anew, coming, done, saved, positions, owns=owns)
         state.kept = last is not None
         state.began = folder.began
-        executor.spans = [] if trace else None
+        executor.spans = [] if start.trace else None
         write_run_ranks(run)
-        return _follow(run, state, stopping, owned, prepared.model, tokens)
+        return _follow(run, state, launched.stopping, owned, prepared)
 
 
 def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
@@ -310,9 +316,8 @@ def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mi
     yield from remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
 
 
-def _score(
-    prepared: _RunInputs, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
-) -> int:
+def _score(prepared: _RunInputs, executor: Any, start: _Start, launched: _Launched) -> int:
+    world = launched.world
     reference, weights = prepared.reference, prepared.config.model.weights
     missing = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
@@ -322,7 +327,7 @@ def _score(
         together(world, "checking the checkpoint", world.rank == 0, checked)
         if weights is not None:
             executor.load_pretrained(Path(weights))
-    return reference.complete(missing, executor, world, stopping, leader)
+    return reference.complete(missing, executor, world, launched.stopping, launched.leader)
 
 
 def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
@@ -356,13 +361,12 @@ def _load(
     batches: MiniBatches | Mixture,
     last: Checkpoint,
     newest: bool,
-    world: World,
-    folder: RunFolder,
-    leader: Watcher | None,
+    launched: _Launched,
 ) -> tuple[Checkpoint, int]:
+    world = launched.world
     steps = prepared.config.steps
-    pieces = open_pieces(prepared.config, world, folder) if newest else None
-    last, extra = load(world, folder, executor, last, newest, leader, pieces)
+    pieces = open_pieces(prepared.config, world, launched.folder) if newest else None
+    last, extra = load(world, launched.folder, executor, last, newest, launched.leader, pieces)
     _place(batches, extra["mini_batches"], prepared, owns=not world.local_rank)
     done: int = extra.get("step", last.step)
     if done > steps:
@@ -380,29 +384,24 @@ def _note_resumed(
     leader.note(sentence)
 
 
-def _compiled(prepared: _RunInputs, compile: Callable[..., Any], world: World, **joining: bool) -> Any:
+def _compiled(prepared: _RunInputs, launched: _Launched, **joining: bool) -> Any:
     config = prepared.config
-    return compile(
+    device = launched.world.device
+    return launched.compile(
         prepared.model,
-        optimizer=optimizer_factory(config.optimizer, prepared.model, world.device),
+        optimizer=optimizer_factory(config.optimizer, prepared.model, device),
         **_chosen_from(prepared),
         **captured_loss(config),
         **{name: getattr(config, name) for name in _PASSED_ON},
         dtype=getattr(torch, config.dtype),
         push_dtype=getattr(torch, config.push_dtype),
-        device=world.device,
+        device=device,
         **joining,
     )
 
 
-def _join_run(
-    config: TrainConfig,
-    compile: Callable[..., Any],
-    watcher: Watcher,
-    world: World,
-    folder: RunFolder,
-    stopping: Requests,
-) -> RunOutcome:
+def _join_run(config: TrainConfig, launched: _Launched) -> RunOutcome:
+    folder = launched.folder
     tokens = open_tokens(config, kept("data", "data", lambda: prepare(config)))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
@@ -410,13 +409,13 @@ def _join_run(
         model = _model(config, tokens)
     prepared = _RunInputs.of(config, tokens, model, config.ranks, folder, None)
     batches = prepared.anew()
-    executor = _compiled(prepared, compile, world, joining=True)
+    executor = _compiled(prepared, launched, joining=True)
     executor.watched = config.watches
-    run = prepared.run(world, folder, executor, None, evaluation={})
-    state = TrainState(watcher, batches, prepared.anew, ahead_of(run, batches), -1, -1, {})
+    run = prepared.run(launched.world, folder, executor, None, evaluation={})
+    state = TrainState(launched.watcher, batches, prepared.anew, ahead_of(run, batches), -1, -1, {})
     run = replace(run, joined=cache(partial(_joined, run, state, prepared, config)))
-    with ExitStack() as owned, stopping.working(), naming_the_checkpoint(folder):
-        return _follow(run, state, stopping, owned, model, tokens)
+    with ExitStack() as owned, launched.stopping.working(), naming_the_checkpoint(folder):
+        return _follow(run, state, launched.stopping, owned, prepared)
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
@@ -432,9 +431,7 @@ def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfi
     return replace(run, evaluation=prepared.evaluation(), pieces=pieces)
 
 
-def _follow(
-    run: Run, state: TrainState, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
-) -> RunOutcome:
+def _follow(run: Run, state: TrainState, stopping: Requests, owned: ExitStack, prepared: _RunInputs) -> RunOutcome:
     """Train to the end; if ranks are lost, continue with the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
     changed = state.done < 0  # whether this rank is joining
@@ -455,7 +452,7 @@ def _follow(
                 if run.config.checkpoint.asynchronous:
                     settle_checkpoints(run)
                 if not stopped:
-                    finish(run, model, tokens, state.done)
+                    finish(run, prepared.model, prepared.tokens, state.done)
                 if elastic() or run.pieces is not None:
                     run.world.gather(None)  # if a rank fails before this, all ranks recover together
             break

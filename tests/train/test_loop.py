@@ -77,7 +77,7 @@ def test_a_rank_that_joins_reads_the_data_as_it_was_when_the_run_began(
     assert prepare(given) != began.directory
     nothing: Any = None
     with mock.patch.object(loop._RunInputs, "of", side_effect=TimeoutError) as of, pytest.raises(TimeoutError):
-        loop._join_run(given, nothing, nothing, nothing, RunFolder(tmp_path / "run"), nothing)
+        loop._join_run(given, loop._Launched(nothing, nothing, nothing, RunFolder(tmp_path / "run"), nothing))
     assert of.call_args.args[1].fingerprint == began.fingerprint
 
 
@@ -97,7 +97,7 @@ def test_a_spare_reads_the_folder_after_the_run_has_begun_and_the_ranks_meet(
     nothing: Any = None
     world, folder = apart("cpu"), RunFolder(tmp_path / "run")
     with mock.patch.object(loop, "_follow") as follow:
-        loop._join_run(given, compile_plain, nothing, world, folder, Stopping(30))  # type: ignore[arg-type]
+        loop._join_run(given, loop._Launched(compile_plain, nothing, world, folder, Stopping(30)))
     run, state, *_ = follow.call_args.args
 
     folder.begin(given, "overwrite")
