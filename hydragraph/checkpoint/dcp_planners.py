@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -48,49 +47,35 @@ class ShardedSave(DefaultSavePlanner):
         return value.boxes[write_item.index.offset].contiguous()
 
 
-class ShardedLoad(LoadPlanner):
+class ShardedLoad(DefaultLoadPlanner):
     """Fills the boxes of `OwnedBoxes` values from stored tensors."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        assert metadata is not None
-        self._contents: dict[str, OwnedBoxes | bytes] = state_dict
-        self._stored = metadata.state_dict_metadata
+        self.state_dict = state_dict
+        self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
         items: list[ReadItem] = []
-        for name, value in self._contents.items():
+        for name, value in self.state_dict.items():
             if isinstance(value, bytes):
                 nothing = torch.Size((0,))
                 index = MetadataIndex(name)
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
             else:
-                stored = cast(TensorStorageMetadata, self._stored[name])
+                stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[name])
                 items += create_read_items_for_chunk_list(name, stored, _chunks(value))
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._contents[read_item.dest_index.fqn] = value.getvalue()
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        value = self._contents[read_item.dest_index.fqn]
-        offset = read_item.dest_index.offset
-        assert isinstance(value, OwnedBoxes)
-        assert offset is not None
-        tensor = value.boxes[offset]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        boxes: OwnedBoxes = self.state_dict[index.fqn]
+        return boxes.boxes[index.offset]
 
 
 def _write_items(name: str, value: OwnedBoxes | bytes) -> list[WriteItem]:
