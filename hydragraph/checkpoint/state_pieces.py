@@ -137,10 +137,8 @@ class StoreShelf:
     """Files in storage that fsspec supports, below a URL such as "s3://bucket/run"."""
 
     def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise ImportError(f"store {url} needs fsspec: pip install fsspec (and its driver, such as s3fs)") from error
+        from fsspec.core import url_to_fs
+
         self._files, self._root = url_to_fs(url)
 
     def put(self, name: str, data: bytes) -> None:
