@@ -38,7 +38,7 @@ from rich.table import Table
 
 import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
-from hydragraph.checkpoint.piece_recovery import recover
+from hydragraph.checkpoint.piece_recovery import Recovery
 from hydragraph.checkpoint.piece_sources import Tier
 from hydragraph.checkpoint.state_pieces import DiskShelf, Kept, Pieces, Shelf
 from hydragraph.cluster.communicators import Groups
@@ -175,7 +175,7 @@ def read(of: Model, folder: Path, scenario: Scenario, near: bool, cloud: float, 
         pieces.shelves[Tier.STORE] = Limited(DiskShelf(folder / "cloud"), cloud)
     groups.gather(None)
     began = time.perf_counter()
-    recover(pieces, of.buckets, state, groups, chunk=8 << 20)
+    Recovery(pieces, of.buckets, state, groups, chunk=8 << 20).run()
     groups.gather(None)
     seconds = time.perf_counter() - began
     groups.close()

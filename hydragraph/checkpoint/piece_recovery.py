@@ -50,51 +50,6 @@ class Recovered:
     received: int
 
 
-def recover(
-    pieces: Pieces,
-    buckets: Sequence[Bucket],
-    home: HomeState,
-    groups: Groups,
-    chunk: int = CHUNK,
-    least: int | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
-    optimizer: str | None = None,
-) -> Recovered | None:
-    """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
-
-    Pending writes are completed first. Checkpoints of a series that any rank last wrote or read are preferred to newer
-    ones of other series.
-
-    Args:
-        chunk: bytes that all ranks together read ahead or exchange at a time.
-        least: earliest step to accept; if all complete checkpoints are older, return None.
-        buffers: as for `save_and_load.load`.
-        optimizer: name of the optimizer's class; None accepts any.
-
-    Raises:
-        ValueError: on all ranks, if the newest checkpoint is of another model or optimizer; or if no checkpoint is
-            complete and `least` is None.
-    """
-    pieces.join()
-    while True:
-        unreadable_before = len(pieces.unreadable)
-        try:
-            newest = _newest(pieces, home, groups, least)
-            if newest is None:
-                return None
-            common = _common(pieces, newest, groups)
-            where = f"checkpoint pieces of step {newest.kept.step}"
-            together(groups, _WHAT, partial(_check, where, common, home, buffers, optimizer))
-            recovered = _read(pieces, newest, common, buckets, home, groups, chunk)
-            pieces.series = recovered.kept.series
-            return recovered
-        except ValueError as error:  # every rank raises this error
-            if not any(groups.gather(len(pieces.unreadable) > unreadable_before)):
-                raise
-            if len(pieces.unreadable) > unreadable_before:
-                _LOG.warning("%s; reading another copy or an earlier checkpoint", error)
-
-
 @dataclass(frozen=True, eq=False)
 class _Found:
     kept: Kept
@@ -102,134 +57,168 @@ class _Found:
     plan: Sequence[Fetch]
 
 
-def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) -> _Found | None:
-    nodes, there = _survey(pieces, groups)
-    if not there and least is None:
-        raise ValueError(
-            f"{_WHAT}: no memory, disk or store holds a piece: write pieces with Executable.keep, or load a checkpoint"
+@dataclass(frozen=True, eq=False)
+class Recovery:
+    """Reader of the newest complete checkpoint whose pieces can be read.
+
+    Checkpoints of a series that any rank last wrote or read are preferred to newer ones of other series.
+
+    Attributes:
+        chunk: bytes that all ranks together read ahead or exchange at a time.
+        least: earliest step to accept; if all complete checkpoints are older, `run` returns None.
+        buffers: as for `save_and_load.load`.
+        optimizer: name of the optimizer's class; None accepts any.
+    """
+
+    pieces: Pieces
+    buckets: Sequence[Bucket]
+    home: HomeState
+    groups: Groups
+    chunk: int = CHUNK
+    least: int | None = None
+    buffers: Mapping[str, Tensor] | None = None
+    optimizer: str | None = None
+
+    def run(self) -> Recovered | None:
+        """Complete pending writes, and read the pieces; all ranks call this.
+
+        Raises:
+            ValueError: on all ranks, if the newest checkpoint is of another model or optimizer; or if no checkpoint is
+                complete and `least` is None.
+        """
+        pieces = self.pieces
+        pieces.join()
+        while True:
+            unreadable_before = len(pieces.unreadable)
+            try:
+                newest = self._newest()
+                if newest is None:
+                    return None
+                common = self._common(newest)
+                where = f"checkpoint pieces of step {newest.kept.step}"
+                together(self.groups, _WHAT, partial(self._check, where, common))
+                recovered = self._read(newest, common)
+                pieces.series = recovered.kept.series
+                return recovered
+            except ValueError as error:  # every rank raises this error
+                if not any(self.groups.gather(len(pieces.unreadable) > unreadable_before)):
+                    raise
+                if len(pieces.unreadable) > unreadable_before:
+                    _LOG.warning("%s; reading another copy or an earlier checkpoint", error)
+
+    def _newest(self) -> _Found | None:
+        nodes, there = self._survey()
+        if not there and self.least is None:
+            raise ValueError(
+                f"{_WHAT}: no memory, disk or store holds a piece: write pieces with Executable.keep, or load a "
+                "checkpoint"
+            )
+        current = set(self.groups.gather(self.pieces.series))
+        refusals = []
+        for kept in sorted(there, key=lambda kept: (kept.series in current, kept), reverse=True):
+            if self.least is not None and kept.step < self.least:
+                return None
+            try:
+                return _Found(kept, there[kept], fetch_plan(there[kept], nodes, self.home.layouts))
+            except ValueError as error:
+                refusals.append(f"{_WHAT}: step {kept.step}: {error}")
+        if self.least is None:
+            raise ValueError(refusals[0])
+        return None
+
+    def _check(self, where: str, common: Mapping[str, Any]) -> None:
+        if MODEL in common:  # earlier versions wrote no model
+            parameters, saved = common[MODEL]
+            check_model(where, parameters, saved, shapes_of(self.home), self.optimizer)
+        if self.buffers is not None:
+            check_buffers(where, common[BUFFERS], self.buffers)
+
+    def _read(self, found: _Found, common: Mapping[str, Any]) -> Recovered:
+        began = time.perf_counter()
+        groups = self.groups
+        rank = groups.world.rank
+        columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
+        state = OwnedState.empty(self.home, columns)
+        buckets = {bucket.name: bucket for bucket in self.buckets}
+        reading = _PieceReader(self.pieces, found.kept, buckets, columns, state)
+        mine = [fetch for fetch in found.plan if fetch.receivers == (fetch.reader,)]
+        shared = [fetch for fetch in found.plan if fetch.receivers != (fetch.reader,)]
+        with ThreadPoolExecutor(len(Tier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
+            own = {tier: [fetch for fetch in mine if fetch.reader == rank and fetch.tier is tier] for tier in Tier}
+            jobs: list[Future[None]] = [
+                threads.submit(reading.keep, own[tier][first::_READERS]) for tier in Tier for first in range(_READERS)
+            ]
+            received = 0
+            windows = [*_windows(reading, shared, self.chunk // (_AHEAD + 1))]
+            begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
+            for number, window in enumerate(windows):
+                data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
+                if number + _AHEAD < len(windows):
+                    begun.append(_begin(reading, windows[number + _AHEAD], rank, threads))
+                received += _exchange(reading, window, data, groups)
+            together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
+        read = [fetch for fetch in found.plan if fetch.reader == rank]
+        sizes = {tier: sum(reading.bytes_of(fetch) for fetch in read if fetch.tier is tier) for tier in Tier}
+        _LOG.info(
+            "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks",
+            found.kept.step,
+            time.perf_counter() - began,
+            ", ".join(f"{size / 1e6:.1f} MB from {tier.name.lower()}" for tier, size in sizes.items()),
+            received / 1e6,
         )
-    current = set(groups.gather(pieces.series))
-    refusals = []
-    for kept in sorted(there, key=lambda kept: (kept.series in current, kept), reverse=True):
-        if least is not None and kept.step < least:
-            return None
-        try:
-            return _Found(kept, there[kept], fetch_plan(there[kept], nodes, home.layouts))
-        except ValueError as error:
-            refusals.append(f"{_WHAT}: step {kept.step}: {error}")
-    if least is None:
-        raise ValueError(refusals[0])
-    return None
+        return Recovered(found.kept, state, common, sizes, received)
 
+    def _survey(self) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
+        pieces = self.pieces
+        rank = self.groups.world.rank
+        hosts = self.groups.gather((self.groups.world.node, [*pieces.shelves], pieces.unreadable))
+        names = [host for host, _, _ in hosts]
+        nodes = [names.index(name) for name in names]
+        reach = {
+            Tier.MEMORY: [rank],
+            Tier.DISK: [r for r, (_, has, _) in enumerate(hosts) if nodes[r] == nodes[rank] and Tier.DISK in has],
+            Tier.STORE: [r for r, (_, has, _) in enumerate(hosts) if Tier.STORE in has],
+        }
 
-def _check(
-    where: str,
-    common: Mapping[str, Any],
-    home: HomeState,
-    buffers: Mapping[str, Tensor] | None,
-    optimizer: str | None,
-) -> None:
-    if MODEL in common:  # earlier versions wrote no model
-        parameters, saved = common[MODEL]
-        check_model(where, parameters, saved, shapes_of(home), optimizer)
-    if buffers is not None:
-        check_buffers(where, common[BUFFERS], buffers)
+        def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
+            by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
+            for tier, ranks in reach.items():
+                if tier in pieces.shelves and min(ranks) == rank:  # the lowest rank that shares a place lists it
+                    without = set().union(*(hosts[sharer][2] for sharer in ranks))
+                    try:
+                        held = pieces.held(tier)
+                    except Exception as error:  # fsspec's drivers raise their own types
+                        _LOG.warning("%s: cannot list the pieces in %s: %s", _WHAT, tier.name.lower(), error)
+                        continue
+                    for kept, shelf_pieces in held.items():
+                        readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
+                        if (tier, kept, None) not in without:
+                            by_checkpoint.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
+            return by_checkpoint
 
+        everything: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
+        for listing in together(self.groups, _WHAT, listed):
+            for kept, places in listing.items():
+                everything.setdefault(kept, {}).update(places)
+        return nodes, everything
 
-def _read(
-    pieces: Pieces,
-    found: _Found,
-    common: Mapping[str, Any],
-    buckets: Sequence[Bucket],
-    home: HomeState,
-    groups: Groups,
-    chunk: int,
-) -> Recovered:
-    began = time.perf_counter()
-    kept, plan = found.kept, found.plan
-    columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
-    state = OwnedState.empty(home, columns)
-    reading = _PieceReader(pieces, kept, {bucket.name: bucket for bucket in buckets}, columns, state)
-    mine = [fetch for fetch in plan if fetch.receivers == (fetch.reader,)]
-    shared = [fetch for fetch in plan if fetch.receivers != (fetch.reader,)]
-    rank = groups.world.rank
-    with ThreadPoolExecutor(len(Tier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
-        own = {tier: [fetch for fetch in mine if fetch.reader == rank and fetch.tier is tier] for tier in Tier}
-        jobs: list[Future[None]] = [
-            threads.submit(reading.keep, own[tier][first::_READERS]) for tier in Tier for first in range(_READERS)
-        ]
-        received = 0
-        windows = [*_windows(reading, shared, chunk // (_AHEAD + 1))]
-        begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
-        for number, window in enumerate(windows):
-            data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
-            if number + _AHEAD < len(windows):
-                begun.append(_begin(reading, windows[number + _AHEAD], rank, threads))
-            received += _exchange(reading, window, data, groups)
-        together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
-    sizes = {tier: sum(reading.bytes_of(f) for f in plan if f.reader == rank and f.tier is tier) for tier in Tier}
-    sizes_text = ", ".join(f"{size / 1e6:.1f} MB from {tier.name.lower()}" for tier, size in sizes.items())
-    _LOG.info(
-        "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks",
-        kept.step,
-        time.perf_counter() - began,
-        sizes_text,
-        received / 1e6,
-    )
-    return Recovered(kept, state, common, sizes, received)
+    def _common(self, found: _Found) -> Mapping[str, Any]:
+        place = min(found.places, key=lambda each: (each.tier, each.ranks))
+        leader = place.ranks[0]
 
+        def read() -> bytes:
+            if self.groups.world.rank != leader:
+                return b""
+            try:
+                data = self.pieces.common(place.tier, found.kept)
+                decoded(data)
+            except Exception as error:  # torch raises many types of errors
+                self.pieces.unreadable.add((place.tier, found.kept, None))
+                where = place.tier.name.lower()
+                raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error
+            return data
 
-def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
-    rank = groups.world.rank
-    hosts = groups.gather((groups.world.node, [*pieces.shelves], pieces.unreadable))
-    names = [host for host, _, _ in hosts]
-    nodes = [names.index(name) for name in names]
-    reach = {
-        Tier.MEMORY: [rank],
-        Tier.DISK: [r for r, (_, has, _) in enumerate(hosts) if nodes[r] == nodes[rank] and Tier.DISK in has],
-        Tier.STORE: [r for r, (_, has, _) in enumerate(hosts) if Tier.STORE in has],
-    }
-
-    def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
-        by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
-        for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # the lowest rank that shares a place lists it
-                without = set().union(*(hosts[sharer][2] for sharer in ranks))
-                try:
-                    held = pieces.held(tier)
-                except Exception as error:  # fsspec's drivers raise their own types
-                    _LOG.warning("%s: cannot list the pieces in %s: %s", _WHAT, tier.name.lower(), error)
-                    continue
-                for kept, shelf_pieces in held.items():
-                    readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
-                    if (tier, kept, None) not in without:
-                        by_checkpoint.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
-        return by_checkpoint
-
-    everything: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
-    for listing in together(groups, _WHAT, listed):
-        for kept, places in listing.items():
-            everything.setdefault(kept, {}).update(places)
-    return nodes, everything
-
-
-def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
-    place = min(found.places, key=lambda each: (each.tier, each.ranks))
-    leader = place.ranks[0]
-
-    def read() -> bytes:
-        if groups.world.rank != leader:
-            return b""
-        try:
-            data = pieces.common(place.tier, found.kept)
-            decoded(data)
-        except Exception as error:  # torch raises many types of errors
-            pieces.unreadable.add((place.tier, found.kept, None))
-            where = place.tier.name.lower()
-            raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error
-        return data
-
-    return cast(Mapping[str, Any], decoded(together(groups, _WHAT, read)[leader]))
+        return cast(Mapping[str, Any], decoded(together(self.groups, _WHAT, read)[leader]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.extra_entry import encoded
 from hydragraph.checkpoint.optimizer_state import Plain, kind_of, merged, plain_state
 from hydragraph.checkpoint.optimizer_state import restore as restore_optimizer
-from hydragraph.checkpoint.piece_recovery import Recovered, recover
+from hydragraph.checkpoint.piece_recovery import Recovered, Recovery
 from hydragraph.checkpoint.piece_sources import Tier
 from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together
@@ -202,11 +202,12 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> B
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
         kind = kind_of(session.optimizer)
-        recovered = recover(pieces, session.program.buckets, session.home, groups, CHUNK, least, buffers, kind)
+        recovery = Recovery(pieces, session.program.buckets, session.home, groups, CHUNK, least, buffers, kind)
+        recovered = recovery.run()
         pieces.last = None  # pieces written later belong to another series
         if recovered is not None:
             return _taken(session, recovered)
-    assert path is not None, "recover returns None only if a path is given"
+    assert path is not None, "a recovery returns None only if a path is given"
     saved = save_and_load.load(path, session.home, session.optimizer, groups, buffers)
     session.log.restored(int(saved["steps"]))
     return Brought(True, 0, saved["user"], saved.get(save_and_load.BUFFERS, {}))

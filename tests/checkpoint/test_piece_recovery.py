@@ -15,7 +15,7 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
-from hydragraph.checkpoint.piece_recovery import Recovered, recover
+from hydragraph.checkpoint.piece_recovery import Recovered, Recovery
 from hydragraph.checkpoint.piece_sources import Tier
 from hydragraph.checkpoint.state_pieces import Kept, MemoryShelf, Pieces
 from hydragraph.cluster.communicators import Groups
@@ -50,7 +50,7 @@ def read(world: World, pieces: Pieces, groups: Groups, owners: Home) -> tuple[bo
     """Read it under another home; say whether every bit is as it would be there."""
     layouts = HomeLayouts(owners, world.ranks).by_name(MODEL.buckets)
     home = HomeState.allocate(cast(Program, MODEL), layouts, world.rank)
-    found = recover(pieces, MODEL.buckets, home, groups, chunk=100)
+    found = Recovery(pieces, MODEL.buckets, home, groups, chunk=100).run()
     assert found is not None
     expected = OwnedState.of(*trained(world, "adamw", owners))
     same = all(
