@@ -23,6 +23,7 @@ from hydragraph.cost.home_choice import HomeQuestion, choose_home, expected_s
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
+from hydragraph.planner.state_shares import EXACT, filled
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
@@ -178,29 +179,24 @@ def best_shares(
     Raises:
         ValueError: the ranks do not have enough memory.
     """
-    speed = np.array([1 / health.rate(rank) for rank in range(ranks)])
+    rates = np.array([health.rate(rank) for rank in range(ranks)])
     room = np.full(ranks, math.inf)
     if costs.free_bytes is not None:
         room = np.array(costs.free_bytes, float) / (costs.held_per_element * elements)
     room[list(without)] = 0.0
-    if room.sum() < 1:
+    share = filled(rates, room)
+    if share is None:
         need = elements * costs.held_per_element
         raise ValueError(
             f"rehoming: the state takes {need / 1e9:.2f} GB, but the ranks have {room.sum() * need / 1e9:.2f} GB: "
             "use more ranks, or fewer copies"
         )
-    share = np.zeros(ranks)
-    full = room <= 0
-    while not np.isclose(share.sum(), 1):  # each iteration except the last fills a rank's memory
-        by_speed = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
-        over = ~full & (by_speed > room)
-        share = np.where(over, room, np.where(full, share, 0 if over.any() else by_speed))
-        full |= over
+    relative = share / share.max()
     if not rounded:
-        return tuple((share / share.max()).tolist())
+        return tuple(relative.tolist())
     if costs.free_bytes is not None:  # rounding up could exceed the memory
-        return tuple((np.floor(share / share.max() * ROUNDED * 100) / (ROUNDED * 100)).tolist())
-    return tuple((np.rint(share / share.max() * ROUNDED) / ROUNDED).tolist())
+        return tuple((np.floor(relative * ROUNDED * 100 + EXACT) / (ROUNDED * 100)).tolist())
+    return tuple((np.rint(relative * ROUNDED) / ROUNDED).tolist())
 
 
 def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
