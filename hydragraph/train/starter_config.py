@@ -37,6 +37,8 @@ class InspectedPaths:
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
     """Inspect paths of a model and data; raise ValueError if there are several models or formats of data."""
+    from hydragraph.data.tokenizer import chat_template
+
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_remedy(path)}")
@@ -44,11 +46,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
     if len(models) > 1:
         raise ValueError(f"{models[0]} and {models[1]} are both models: name only one")
     data = tuple(path for path in paths if path not in models)
-    fields = Fields()
-    formats = set[Format]()
-    if data:
-        fields = _fields(data)
-        formats = corpus.formats(data, None, fields)
+    fields, formats = _read_as(data) if data else (Fields(), set[Format]())
     if data and not formats:
         raise ValueError(f"no text in {', '.join(map(str, data))}: name text files, .jsonl files or tables")
     if len(formats) > 1:
@@ -64,7 +62,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
         fields,
         size // _BYTES_PER_TOKEN,
         _positions(model) if model is not None else 0,
-        model is not None and _has_template(model),
+        model is not None and chat_template(model) is not None,
         _longest(corpus.files(data), size) if formats - {"text", "tokens"} else 0,
     )
 
@@ -111,25 +109,21 @@ def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fields(data: Sequence[Path]) -> Fields:
-    fields = Fields()
-    try:
-        corpus.formats(data, None, fields)
-    except ValueError as error:
-        for other in (
-            *(Fields(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
-            *(Fields(messages=messages, format="chat") for messages in ("messages", "conversations")),
-            Fields(format="alpaca"),
-            *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
-            Fields(text="content"),
-        ):
-            try:
-                corpus.formats(data, None, other)
-            except ValueError:
-                continue
-            return other
-        raise error
-    return fields
+def _read_as(data: Sequence[Path]) -> tuple[Fields, set[Format]]:
+    refusals: list[ValueError] = []
+    for fields in (
+        Fields(),
+        *(Fields(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
+        *(Fields(messages=messages, format="chat") for messages in ("messages", "conversations")),
+        Fields(format="alpaca"),
+        *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
+        Fields(text="content"),
+    ):
+        try:
+            return fields, corpus.formats(data, None, fields)
+        except ValueError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _model(found: InspectedPaths, longest: int) -> list[str]:
@@ -218,9 +212,3 @@ def _positions(model: Path) -> int:
     config = read_object(model / "config.json", "name a directory that save_pretrained wrote")
     max_positions = config.get("max_position_embeddings") or config.get("n_positions") or 0
     return max_positions if isinstance(max_positions, int) else 0
-
-
-def _has_template(model: Path) -> bool:
-    from hydragraph.data.tokenizer import chat_template
-
-    return chat_template(model) is not None
