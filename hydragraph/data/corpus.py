@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -316,17 +317,13 @@ def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
 
 
 def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
-    try:
-        # Reading in text mode would change line ends.
-        with opened(path) as file:
-            text = file.read().decode("utf-8-sig")
-    except UnicodeDecodeError:
+    text: str | None = None
+    with suppress(UnicodeDecodeError), opened(path) as file:
+        text = file.read().decode("utf-8-sig")  # reading in text mode would change line ends
+    if text is None or _BINARY.search(text):
         report.undecodable.append(str(path))
-        return
-    if _BINARY.search(text):
-        report.undecodable.append(str(path))
-        return
-    yield str(path), text if text.strip() else None
+    else:
+        yield str(path), text if text.strip() else None
 
 
 def _read_jsonl(
