@@ -104,7 +104,7 @@ def check_data(config: TrainConfig) -> None:
 
 def _shared_files(config: TrainConfig) -> Iterator[str]:
     trained: dict[str, str] = {}
-    for name, source in _named(config.data).items() if config.evaluates else ():
+    for name, source in _corpora(config.data).values() if config.evaluates else ():
         files = {os.path.realpath(path): str(path) for path in corpus.files(_paths(source), source.suffixes)}
         shared = [path for path in files if path in trained]
         training = not name.startswith("data.evaluation.")
@@ -122,13 +122,13 @@ def length_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
     cut = config.data.overlong == "cut"
     size, name, one = (1, "documents", "a document") if config.objective is None else (2, "pairs", "an answer")
     files = (*tokens.files, *(tokens.evaluation.values() if config.evaluates else ()))
-    for i, (where, file) in enumerate(zip(_named(config.data), files, strict=False)):
+    for i, ((where, source), file) in enumerate(zip(_corpora(config.data).values(), files, strict=False)):
         if cut and not file.targeted:
             continue
         if i < len(tokens.files):
             streams = [_training_stream(config, i, file, split) for split in _splits(config)]
         else:
-            streams = [_stream(config, config.data.evaluation[where.removeprefix("data.evaluation.")], file)]
+            streams = [_stream(config, source, file)]
         kept = len(set().union(*(stream.chunks.documents.tolist() for stream in streams)))
         of = f" of {where}" if len(files) > 1 else ""
         if out := (len(file) - kept) // size:
@@ -174,7 +174,7 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """
     data = config.data
     existing = _known_tokenizer(config)
-    names = _token_files(data)
+    names = _corpora(data)
     directory = _cache(config) / _key(config, existing)
     if _is_whole(directory, names):
         return directory
@@ -203,7 +203,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
             file.replace(partial / file.name)
         directory.rmdir()
     encoder = _encoder(config, partial)
-    for name, source in _token_files(config.data).items():
+    for name, (where, source) in _corpora(config.data).items():
         if (partial / name).is_file():
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
@@ -220,15 +220,9 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         try:
             write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
         except NoText:
-            raise ValueError(_without_text(config.data, name)) from None
+            elsewhere = f"{where} holds no text: check its paths, suffixes and text_field"
+            raise ValueError(_NO_TEXT if where == "data.paths" else elsewhere) from None
         parts.remove()
-
-
-def _without_text(data: DataConfig, name: str) -> str:
-    fields = dict(zip(_token_files(data), _named(data), strict=True))
-    if fields[name] == "data.paths":
-        return _NO_TEXT
-    return f"{fields[name]} holds no text: check its paths, suffixes and text_field"
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:
@@ -296,7 +290,7 @@ def _read_template(name: str) -> str:
 
 
 def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
-    files = {name: TokenFile.open(directory / name) for name in _token_files(config.data)}
+    files = {name: TokenFile.open(directory / name) for name in _corpora(config.data)}
     evaluation = {name: files.pop(f"evaluation-{name}.bin") for name in config.data.evaluation}
     return Tokens(directory, tokenizer.load(directory), tuple(files.values()), evaluation)
 
@@ -307,7 +301,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
-    if _is_whole(directory, _token_files(config.data)):
+    if _is_whole(directory, _corpora(config.data)):
         tokens = open_tokens(config, directory)
         return tokens.vocabulary, tokens.end_of_text
     if existing is None:
@@ -319,7 +313,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
     """Verify the token files; if one is damaged, raise a ValueError that names it."""
     report = progress or (lambda what, done, part: None)
-    for name in _token_files(config.data):
+    for name in _corpora(config.data):
         file = TokenFile.open(directory / name)
 
         def told(done: int, documents: int = len(file)) -> None:
@@ -328,16 +322,15 @@ def verify(config: TrainConfig, directory: Path, progress: Progress | None = Non
         file.verify(told)
 
 
-def _token_files(data: DataConfig) -> dict[str, SourceConfig]:
-    single = len(data.sources) == 1
-    train = {f"{_TOKENS}.bin" if single else f"{_TOKENS}-{i}.bin": source for i, source in enumerate(data.sources)}
-    return {**train, **{f"evaluation-{name}.bin": source for name, source in data.evaluation.items()}}
-
-
-def _named(data: DataConfig) -> dict[str, SourceConfig]:
-    training: dict[str, SourceConfig] = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)}
-    evaluation = {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
-    return {**(training or {"data.paths": data}), **evaluation}
+def _corpora(data: DataConfig) -> dict[str, tuple[str, SourceConfig]]:
+    """Return each corpus's place in the config and its settings, by the name of its token file."""
+    corpora: dict[str, tuple[str, SourceConfig]] = {}
+    for i, source in enumerate(data.sources):
+        file = f"{_TOKENS}.bin" if len(data.sources) == 1 else f"{_TOKENS}-{i}.bin"
+        corpora[file] = (f"data.mixture[{i}]" if data.mixture else "data.paths", source)
+    for name, source in data.evaluation.items():
+        corpora[f"evaluation-{name}.bin"] = (f"data.evaluation.{name}", source)
+    return corpora
 
 
 def _is_whole(directory: Path, names: Iterable[str]) -> bool:
@@ -500,7 +493,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
     corpora = [
         # Without `max_samples`, keep the keys of older versions.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
-        for name, source in _token_files(data).items()
+        for name, (_, source) in _corpora(data).items()
     ]
     content = json.dumps([_ENCODING, corpora, how, template, data.train_on, dict(data.template_arguments)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
