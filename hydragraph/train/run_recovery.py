@@ -21,12 +21,7 @@ from hydragraph.spec.health import Health
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.run_saving import (
-    checkpoint,
-    forget_unsaved,
-    saves_after,
-    set_hyperparameters,
-)
+from hydragraph.train.run_saving import checkpoint, forget_unsaved, saves_after, set_hyperparameters
 from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.step_reporting import log_step, open_log, peak_of, tell
 from hydragraph.train.straggler_file import read_slow
@@ -44,7 +39,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     """Continue with the remaining and joining ranks; return the new `Run`, and why it must end ("" if it continues)."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
-    before = ranks_before(state.untold, run.world.ranks)
+    before = len(state.untold[-1][0].peers) if state.untold else run.world.ranks
 
     def newest() -> Path | None:
         last = folder.last_whole()
@@ -207,10 +202,6 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
             )
         if survived.joined:
             yield RunEvent(step, "join", survived.joined, 0.0, f"the run had {before} ranks and now has {now}")
-
-
-def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
-    return len(untold[-1][0].peers) if untold else ranks
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
