@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 from hydragraph.engine.step_report import StepReport
@@ -239,8 +240,9 @@ class Controller:
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> RunEvent:
         rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
         ranks = tuple(sorted(rates))
+        refused = partial(RunEvent, step, "replan", ranks, answer.took_s, rates=rates, done=False)
         if answer.refused:
-            return RunEvent(step, "replan", ranks, answer.took_s, f"no switch: {answer.refused}", rates, done=False)
+            return refused(f"no switch: {answer.refused}")
         now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step
@@ -255,21 +257,17 @@ class Controller:
         if saved < GAIN or not pays:
             other = f"with {what}, {terms}" if what != running else "it is still the fastest"
             why = f"no switch from {running}: {other}; {planned}"
-            return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
+            return refused(why, before_s=now_s, after_s=after_s)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"
+        event = RunEvent(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
         if given.switch is None:
-            return RunEvent(
-                step, "switch", ranks, self._cost_s, f"dry run, not done: {why}", rates, now_s, after_s, False
-            )
+            return replace(event, why=f"dry run, not done: {why}", done=False)
         try:
             given.switch(answer)
         except ValueError as error:
-            return RunEvent(
-                step, "replan", ranks, answer.took_s, f"no switch: {error}", rates, now_s, after_s, done=False
-            )
+            return refused(f"no switch: {error}", before_s=now_s, after_s=after_s)
         assert answer.request is not None, "an answer with strategies has a request"
         request = answer.request if answer.static is None else answer.request.only(answer.static)
-        event = RunEvent(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
         self._coming = _Coming(event, self._asked_for, answer.chosen, request)
         return event
 
