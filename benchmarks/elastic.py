@@ -366,8 +366,8 @@ def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> st
 
 def _cpu_s(replanner: Replanner) -> float:
     """Return the CPU seconds of the process that plans: a busy machine adds none to them."""
-    assert replanner.process is not None, "it has answered"
-    return time.clock_gettime((~replanner.process << 3) | 2)
+    assert replanner._worker is not None, "it has answered"
+    return time.clock_gettime((~replanner._worker.process.pid << 3) | 2)
 
 
 def _answered(replanner: Replanner, question: ReplanQuestion) -> Replanned:

@@ -171,10 +171,11 @@ def watched(sizes: Sizes, phases: Sequence[tuple[int, float, int]], folder: Path
                     monitor.baseline(report.ranks)
                 step += 1
                 monitor.observe(report.chosen, report.assignment, report.ranks)
-                seen.append(Watched(report.seconds, cpu, dict(monitor.health.rates), monitor.scatter))
+                scatter = (monitor._device.scatter, monitor._core.scatter)
+                seen.append(Watched(report.seconds, cpu, dict(monitor.health.rates), scatter))
                 if os.environ.get("SHOW") and not exe.rank:
                     own = " ".join(f"{sum(r.own):6.3f}/{r.ran:.3f}/{r.queued:.3f}" for r in report.ranks)
-                    print(f"{step:4d} {rate:5.2f} {report.seconds:6.2f}  {own}  {monitor.scatter} {seen[-1].rates}")
+                    print(f"{step:4d} {rate:5.2f} {report.seconds:6.2f}  {own}  {scatter} {seen[-1].rates}")
     exe.close()
     return seen
 

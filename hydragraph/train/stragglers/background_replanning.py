@@ -174,10 +174,6 @@ class Replanner:
             self.answer()
         return self._thread is not None
 
-    @property
-    def process(self) -> int | None:
-        return None if self._worker is None else self._worker.process.pid
-
     def start(self) -> None:
         self._closing = False
         self._worker = self._worker or _started()

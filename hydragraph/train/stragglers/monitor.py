@@ -81,10 +81,6 @@ class Monitor:
     def health(self) -> Health:
         return Health({rank: straggler.rate for rank, straggler in self.slow.items()})
 
-    @property
-    def scatter(self) -> tuple[float, float]:
-        return self._device.scatter, self._core.scatter
-
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
         """Record one training iteration; return the rates that changed.
 

@@ -141,7 +141,7 @@ def test_a_process_that_dies_each_time_is_a_refusal(monkeypatch: pytest.MonkeyPa
     planner.close()
     assert answer.refused.startswith("the planning process has ended")
     assert [process.poll() for process in started] == [0, 0]
-    assert planner.process is None
+    assert planner._worker is None
 
 
 def test_a_mini_batch_too_long_for_the_running_plan_is_a_refusal() -> None:
@@ -169,7 +169,7 @@ def test_who_plans_ends_with_a_question_under_way() -> None:
     planner.ask(question(Health({1: 5.42})))
     planner.close()
     assert process.returncode == -signal.SIGKILL
-    assert planner.process is None
+    assert planner._worker is None
     answer = planner.answer()
     assert answer is not None
     assert answer.refused
