@@ -17,7 +17,7 @@ from hydragraph.data.token_file import TokenFile
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
 IGNORED = -100  # ignore_index of PyTorch
-_SPLIT_STREAM = 0
+_SPLIT_KEY = (0, 0)  # for `_shuffle`; independent of the run's seed
 _EPOCH_STREAM = 1
 _CONFIG_FIELDS = {
     "file": "data",
@@ -71,7 +71,7 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     return chunks[at:] if split == "heldout" else chunks[:at]
 
 
-def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
+def split_documents(count: int, split: Split, heldout: float) -> _Indices:
     """Return the indices of a split's documents, in order; the last documents of a seeded shuffle are held out.
 
     Args:
@@ -82,7 +82,7 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
             f"heldout {heldout} needs 2 documents, but there is only {count}: give more documents, or heldout=0"
         )
     heldout_count = min(max(round(heldout * count), 1), count - 1) if heldout else 0
-    order = _shuffle(count, _SPLIT_STREAM, split_seed)
+    order = _shuffle(count, *_SPLIT_KEY)
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
@@ -99,7 +99,6 @@ class MiniBatches(Iterator[list[Drawn]]):
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
         heldout: fraction of documents to hold out; if there is only one document, fraction of its chunks.
-        split_seed: seed that selects the held-out documents, independently of `seed`.
         overlong: "cut" or "drop" documents longer than `max_length`.
         pairs: whether documents 2i and 2i + 1 are a pair of answers, which share a mini-batch. If an answer is too
             long, "cut" keeps its first `max_length` tokens, and "drop" skips the pair.
@@ -120,17 +119,16 @@ class MiniBatches(Iterator[list[Drawn]]):
         seed: int = 0,
         split: Split = "train",
         heldout: float = 0.0,
-        split_seed: int = 0,
         overlong: str = "cut",
         pairs: bool = False,
     ) -> None:
         self._together = 2 if pairs else 1
         if pairs:
-            chosen = split_documents(len(file) // 2, split, heldout, split_seed)
+            chosen = split_documents(len(file) // 2, split, heldout)
             self.chunks = _pairs(file, max_length, overlong, chosen)
         else:
             by_piece = len(file) == 1 and heldout > 0
-            documents = np.zeros(1, np.int64) if by_piece else split_documents(len(file), split, heldout, split_seed)
+            documents = np.zeros(1, np.int64) if by_piece else split_documents(len(file), split, heldout)
             if overlong == "drop":
                 documents = documents[file.lengths[documents] <= max_length]
             chunks = cut(file.lengths, documents, max_length)
@@ -155,13 +153,11 @@ class MiniBatches(Iterator[list[Drawn]]):
             "seed": seed,
             "split": split,
             "heldout": heldout,
-            "split_seed": split_seed,
             "overlong": overlong,
             "pairs": pairs,
         }
         self._budget = tokens
         self._seed = seed
-        self._split_seed = split_seed
         self._epoch = self._position = 0
         self._order = self._epoch_order(0)
 
@@ -181,7 +177,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         chosen: list[int] = []
         room = self._budget
         units = self.chunks.lengths.reshape(-1, self._together)
-        for unit in _shuffle(len(units), _SPLIT_STREAM, self._split_seed).tolist():
+        for unit in _shuffle(len(units), *_SPLIT_KEY).tolist():
             length = int(units[unit].sum())
             if length > room:
                 yield chosen
