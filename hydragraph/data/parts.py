@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -29,10 +29,8 @@ class EncodedParts:
         for unfinished in directory.glob("*.partial"):
             unfinished.unlink()
 
-    def encoded(
-        self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
-    ) -> Iterator[int]:
-        """Encode the documents that no part contains; after each new part, yield the total number encoded.
+    def encoded(self, documents: Iterable[Placed], encoder: DocumentEncoder) -> Iterator[int]:
+        """Encode the documents that no part contains; after each batch, yield the total number encoded.
 
         Args:
             documents: the whole corpus, always in the same order.
@@ -42,15 +40,13 @@ class EncodedParts:
         waiting: list[Encoded] = []
         for batch in _batches(islice(documents, done, None), encoder):
             waiting += batch
-            if progress is not None:
-                progress(done + len(waiting))
             if time.monotonic() - since >= self._every_s:
                 done = self._write(waiting, done)
-                yield done
                 waiting = []
                 since = time.monotonic()
+            yield done + len(waiting)
         if waiting:
-            yield self._write(waiting, done)
+            self._write(waiting, done)
 
     def read(self) -> Iterator[list[Encoded]]:
         for path in self._files:

@@ -210,12 +210,8 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         reading = corpus.CorpusReport()
         placed = corpus.documents(*_read_from(source), reading, source.max_samples)
         parts = EncodedParts(partial / f"{name}.parts")
-
-        def told(done: int, what: str = what, reading: corpus.CorpusReport = reading) -> None:
+        for done in parts.encoded(placed, encoder):
             progress(what, done, reading.part)
-
-        for _ in parts.encoded(placed, encoder, told):
-            pass
         vocabulary = vocabulary_of(encoder.tokenizer)
         try:
             write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)

@@ -38,9 +38,9 @@ def test_what_is_done_is_not_done_again(stop: int, tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         list(EncodedParts(folder, every_s=0).encoded(interrupted(), ENCODER))
     (folder / "000000000099.partial").write_bytes(b"half of a part")
-    seen: list[int] = []
     parts = EncodedParts(folder, every_s=0)
-    assert list(parts.encoded(iter(DOCUMENTS), ENCODER, seen.append))[-1] == len(DOCUMENTS)
+    seen = list(parts.encoded(iter(DOCUMENTS), ENCODER))
+    assert seen[-1] == len(DOCUMENTS)
     assert seen[0] == stop // 2 * 2 + min(2, len(DOCUMENTS) - stop // 2 * 2), "the first batches are not done again"
     assert plain(parts) == expected
     assert parts.targeted
