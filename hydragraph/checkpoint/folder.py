@@ -11,6 +11,7 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
+from hydragraph.atomic_write import write_whole
 from hydragraph.checkpoint.manifest import MARKER, CheckpointManifest, SavedFile
 
 _LOG = logging.getLogger(__name__)
@@ -80,10 +81,7 @@ def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
             f"checkpoint {path}: rank 0 does not see {', '.join(unseen)}, which other ranks wrote: save to a directory"
             " that all ranks share"
         )
-    with (scratch / MARKER).open("w") as file:
-        json.dump(asdict(manifest), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(scratch / MARKER, json.dumps(asdict(manifest), indent=1))
     _sync(scratch)
     if path.exists():
         aside = set_aside(path, "old")

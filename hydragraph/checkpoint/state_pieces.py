@@ -10,7 +10,6 @@ A piece is a safetensors file with one rank's interval of a bucket (a flat vecto
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import threading
@@ -27,6 +26,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from hydragraph.atomic_write import whole_file
 from hydragraph.checkpoint.piece_sources import StatePiece, Tier
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import parameters_within
@@ -110,12 +110,8 @@ class DiskShelf:
     def put(self, name: str, data: bytes) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        with scratch.open("wb") as file:
+        with whole_file(path) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.rename(path)
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with (self.root / name).open("rb") as file:
