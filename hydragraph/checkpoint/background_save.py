@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hydragraph.checkpoint import save_and_load
-from hydragraph.checkpoint.folder import PathLike
+from hydragraph.checkpoint.folder import PathLike, removed_after_error
 from hydragraph.cluster.agreement import together_own
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World
@@ -55,12 +55,8 @@ class Saver:
             world = replace(self._world, backend="gloo")  # only Python objects are sent
             self._groups = Groups(world, self._timeout, watch=self._world.watch)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
-        try:
+        with removed_after_error(prepared.scratch, self._world.rank):
             copied = together_own(groups, prepared.what, prepared.snapshot)
-        except BaseException:
-            if self._world.rank == 0:
-                prepared.discard()
-            raise
         self._thread = threading.Thread(target=self._write, args=(copied, self._groups), name="hydragraph-save")
         self._thread.start()
 

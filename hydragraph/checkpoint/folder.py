@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,6 +69,17 @@ def make_scratch(path: Path) -> Path:
     scratch = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     scratch.mkdir(parents=True)
     return scratch
+
+
+@contextmanager
+def removed_after_error(scratch: Path, rank: int) -> Iterator[None]:
+    """On rank 0, remove the scratch directory if the block fails."""
+    try:
+        yield
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def written_files(scratch: Path, rank: int) -> dict[str, SavedFile]:

@@ -10,7 +10,6 @@ All ranks must call `save` and `load` together; an error on one rank is raised o
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hydragraph.checkpoint.dcp_planners import ShardedLoad, ShardedSave
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.checkpoint.extra_entry import decoded, encoded, packed
-from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, written_files
+from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, removed_after_error, written_files
 from hydragraph.checkpoint.manifest import (
     FORMAT,
     CheckpointManifest,
@@ -100,10 +99,6 @@ class PendingCheckpoint:
     def what(self) -> str:
         return f"save checkpoint {self.path}"
 
-    def discard(self) -> None:
-        """Remove the scratch directory; only rank 0 calls this."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
 
 def prepare(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
@@ -122,12 +117,8 @@ def prepare(
         groups, what, lambda: {**sharded_weights(home, once=True), **elementwise_states(home, optimizer)}
     )
     scratch = cast(Path, together(groups, what, lambda: make_scratch(path) if rank == 0 else None)[0])
-    try:
+    with removed_after_error(scratch, rank):
         together(groups, what, lambda: see(scratch, f"checkpoint {path}", rank))
-    except BaseException:
-        if rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise
     _LOG.info("began checkpoint %s", path)
     entries: dict[str, OwnedBoxes | bytes] = {**contents, **({ENTRY: entry} if rank == 0 else {})}
     return PendingCheckpoint(path, scratch, entries, shapes_of(home), kind_of(optimizer))
@@ -139,7 +130,7 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
     rank = groups.world.rank
     scratch = prepared.scratch
     began = time.perf_counter()
-    try:
+    with removed_after_error(scratch, rank):
         _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
         versions = {"hydragraph": __version__, "torch": str(torch.__version__)}
@@ -153,10 +144,6 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
 
         together(groups, what, put_in_place)
         _LOG.info("wrote checkpoint %s in %.2f s", prepared.path, time.perf_counter() - began)
-    except BaseException:
-        if rank == 0:
-            prepared.discard()
-        raise
 
 
 def load(
