@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sentence: raise Unsupported(...)
@@ -29,6 +29,12 @@ def type_text(value: object) -> str:
     """Return a value's type with an article, such as "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def listed(texts: Sequence[str], most: int = 3) -> str:
+    """Join texts by commas; name only the first `most`, and count the others."""
+    rest = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + rest
 
 
 def _unsupported(what: str, where: str, remedy: str) -> Unsupported:

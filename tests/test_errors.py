@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from hydragraph.errors import RankFailure, Stopped, Unsupported
+from hydragraph.errors import RankFailure, Stopped, Unsupported, listed
 
 
 def test_a_refusal_reads_as_where_what_and_the_remedy() -> None:
@@ -41,3 +41,10 @@ def test_errors_travel_between_processes_with_all_that_they_know(error: Exceptio
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (9, "0, 1, 2 and 6 more")]
+)
+def test_a_sentence_names_a_few_and_counts_the_others(count: int, text: str) -> None:
+    assert listed([str(i) for i in range(count)]) == text

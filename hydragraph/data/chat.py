@@ -114,8 +114,7 @@ class DocumentEncoder:
         text = pair.completion
         # Many tokenizers add a space before a text, so the completion is encoded after other text.
         answer = _rest(self._begun(pair.prompt + text), prompt) or _rest(self._ids("\n" + text), self._ids("\n"))
-        answer = answer or self._ids(text)
-        answer = self._ended(answer)
+        answer = self._ended(answer or self._ids(text))
         return Encoded([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
     def _conversation(self, conversation: Conversation, place: str) -> Encoded:

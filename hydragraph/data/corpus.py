@@ -18,7 +18,7 @@ from typing import Any
 from hydragraph.data import tables
 from hydragraph.data.compressed import is_compressed, opened, suffix_of
 from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, Fields, Format, Preference
-from hydragraph.errors import type_text
+from hydragraph.errors import listed, type_text
 
 
 @dataclass
@@ -42,10 +42,7 @@ class CorpusReport:
             text = f"{text}; did not read the fields {', '.join(self.unread)}"
         if not self.undecodable:
             return text
-        named = ", ".join(self.undecodable[:3])
-        rest = len(self.undecodable) - 3
-        more = f" and {rest} more" if rest > 0 else ""
-        return f"{text}; skipped {len(self.undecodable)} that are not UTF-8 text ({named}{more})"
+        return f"{text}; skipped {len(self.undecodable)} that are not UTF-8 text ({listed(self.undecodable)})"
 
 
 def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:

@@ -25,6 +25,7 @@ from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import EncodedParts
 from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
+from hydragraph.errors import listed
 from hydragraph.spec.record import read_text
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
@@ -156,9 +157,8 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         paths = _paths(source)
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
         if omitted:
-            more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
             remedy = "name the files in 'paths' or 'evaluation', or set 'suffixes'"
-            yield f"these data files are not read: {', '.join(omitted[:3])}{more}; {remedy}"
+            yield f"these data files are not read: {listed(omitted)}; {remedy}"
         fields = corpus.unread(paths, source.suffixes, source.fields, template)
         if fields:
             yield f"these fields of the data are not read: {', '.join(fields)}"

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.checkpoint.weights.other_heads import Family
-from hydragraph.checkpoint.weights.safetensors_files import Stored, contents, readers, shortened
+from hydragraph.checkpoint.weights.safetensors_files import Stored, contents, readers
 from hydragraph.checkpoint.weights.split_tensors import Whole, assemble
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Groups
-from hydragraph.errors import Unsupported
+from hydragraph.errors import Unsupported, listed
 from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.runtime.home_state import HomeState
@@ -103,7 +103,7 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
     if unread and groups.world.rank == 0:
         modules = list(dict.fromkeys(key.rpartition(".")[0] for key in unread))
-        _LOG.warning("pretrained %s: skipped weights that the model does not have: %s", path, shortened(modules, 10))
+        _LOG.warning("pretrained %s: skipped weights that the model does not have: %s", path, listed(modules, 10))
     together(groups, what, lambda: _read(path, stored, home, buffers))
 
 
@@ -161,9 +161,9 @@ def _refuse_misfit(
     ]
     missing = [name for name in shapes if name not in found]
     faults = [
-        *([f"missing in the files: {shortened(missing)}"] if missing else ()),
-        *([f"unknown to the model: {shortened(unknown)}"] if unknown else ()),
-        *([f"of another shape: {shortened(wrong)}"] if wrong else ()),
+        *([f"missing in the files: {listed(missing)}"] if missing else ()),
+        *([f"unknown to the model: {listed(unknown)}"] if unknown else ()),
+        *([f"of another shape: {listed(wrong)}"] if wrong else ()),
     ]
     if faults:
         more = (

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hydragraph.errors import Unsupported
+from hydragraph.errors import Unsupported, listed
 
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, Stored]:
     absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
         raise ValueError(
-            f"pretrained {path}: {_INDEX} lists tensors that no file has ({shortened(absent)}): copy all files"
+            f"pretrained {path}: {_INDEX} lists tensors that no file has ({listed(absent)}): copy all files"
         )
     return tensors
 
@@ -68,7 +68,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     absent = sorted({place for place in places.values() if not (path / place).is_file()})
     if absent:
         raise ValueError(
-            f"pretrained {path}: files named in {_INDEX} are missing ({shortened(absent)}): copy the directory again"
+            f"pretrained {path}: files named in {_INDEX} are missing ({listed(absent)}): copy the directory again"
         )
     return [path / place for place in sorted(set(places.values()))], places
 
@@ -101,8 +101,3 @@ def _reader(part: Any) -> Read:
         return box
 
     return read
-
-
-def shortened(texts: Sequence[str], most: int = 3) -> str:
-    rest = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + rest

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
-from hydragraph.checkpoint.weights.safetensors_files import contents, readers, shortened
+from hydragraph.checkpoint.weights.safetensors_files import contents, readers
 
 
 def test_finds_each_tensor_where_the_index_says_it_is(tmp_path: Path) -> None:
@@ -37,10 +36,3 @@ def test_a_whole_box_is_the_tensor(tmp_path: Path) -> None:
     ((name, read),) = readers([("mine", contents(tmp_path)["a"])])
     assert name == "mine"
     assert torch.equal(read(torch.Size([0, 0]), torch.Size([2, 3])), tensor)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (9, "0, 1, 2 and 6 more")]
-)
-def test_a_sentence_names_a_few_and_counts_the_others(count: int, text: str) -> None:
-    assert shortened([str(i) for i in range(count)]) == text
