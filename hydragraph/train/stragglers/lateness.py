@@ -2,8 +2,8 @@
 
 A rank's rate (slowdown) scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
 
-    late     time that ranks in pipelines without slow ranks wait for gradients, divided by the rest of their step time
-             (minimum over these ranks), minus the usual quotient when all ranks are healthy
+    late     time that ranks of healthy pipelines wait for gradients, divided by the rest of their step time (minimum
+             over these ranks), minus its usual value when all ranks are healthy
     planned  rate that plans assume for slow ranks of a late pipeline: the previous rate times 1 + AHEAD * late
 
 AHEAD exceeds 1, because fixed costs remain if a pipeline gets fewer tokens. A correction that makes steps longer is
@@ -54,7 +54,7 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, Learned]:
-        """Learned rates by rank; while a correction is tested, the rates before it."""
+        """Learned rates by rank, without a correction that is being tested."""
         return dict(self._learned if self._before is None else self._before[1])
 
     def planned(self, health: Health) -> Health:
