@@ -6,28 +6,23 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hydragraph.commands.options import ConfigOptions, verb
+from hydragraph.commands.options import ConfigOptions, option, verb
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(ConfigOptions):
-    kills: Annotated[
-        int | None, typer.Option(min=0, help="Number of ranks to kill; default: 10, or 0 with --kinds.")
-    ] = None
-    slow: Annotated[int, typer.Option(min=0, help="Number of ranks to slow down for a second.")] = 0
-    joins: Annotated[int, typer.Option(min=0, help="Number of ranks that are asked to leave and then replaced.")] = 0
-    kinds: Annotated[
-        str | None, typer.Option(help="Additional kinds of faults, such as two,again,rejoin; `?` describes all kinds.")
-    ] = None
-    each: Annotated[int, typer.Option(min=1, help="Number of faults of each kind in --kinds.")] = 3
-    seed: Annotated[int, typer.Option(help="Random seed for the times and ranks of the faults.")] = 0
-    keep: Annotated[Path | None, typer.Option(help="Folder in which to keep the output of all runs.")] = None
+    kills: int | None = option("Number of ranks to kill; default: 10, or 0 with --kinds.", min=0)
+    slow: int = option("Number of ranks to slow down for a second.", default=0, min=0)
+    joins: int = option("Number of ranks that are asked to leave and then replaced.", default=0, min=0)
+    kinds: str | None = option("Additional kinds of faults, such as two,again,rejoin; `?` describes all kinds.")
+    each: int = option("Number of faults of each kind in --kinds.", default=3, min=1)
+    seed: int = option("Random seed for the times and ranks of the faults.", default=0)
+    keep: Path | None = option("Folder in which to keep the output of all runs.")
 
 
 @verb

@@ -9,25 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from hydragraph.commands.options import (
-    AsJson,
-    ClusterFile,
     ConfigOptions,
-    CorrectionsFile,
-    Efficiency,
-    ProfileFile,
-    Strategies,
     check_memory,
     check_prices,
     check_strategies,
+    cluster_option,
+    corrections_option,
     default_devices_text,
+    efficiency_option,
+    json_option,
     on_planned_devices,
+    option,
+    profile_option,
+    strategies_option,
     verb,
     with_strategies,
 )
@@ -51,32 +52,21 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(ConfigOptions):
-    strategies: Strategies = None
-    cluster: ClusterFile = None
-    arch: Annotated[
-        str | None,
-        typer.Option(help="GPU architecture, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
-    ] = None
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MOST_DEVICES, help="Number of GPUs, instead of --cluster; default: the config's ranks."
-        ),
-    ] = None
-    memory: Annotated[
-        float | None, typer.Option(help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
-    ] = None
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of sequence lengths from which a step is drawn; default: the worst case, in which all "
-            "sequences have data.max_length tokens."
-        ),
-    ] = None
-    profile: ProfileFile = None
-    efficiency: Efficiency = None
-    corrections: CorrectionsFile = None
-    as_json: AsJson = False
+    strategies: list[str] | None = strategies_option()
+    cluster: Path | None = cluster_option()
+    arch: str | None = option("GPU architecture, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200).")
+    devices: int | None = option(
+        "Number of GPUs, instead of --cluster; default: the config's ranks.", min=1, max=MOST_DEVICES
+    )
+    memory: float | None = option("Memory of each rank in bytes, such as 16e9, instead of --cluster.")
+    lengths: Path | None = option(
+        "File of sequence lengths from which a step is drawn; default: the worst case, in which all "
+        "sequences have data.max_length tokens."
+    )
+    profile: str | None = profile_option()
+    efficiency: float | None = efficiency_option()
+    corrections: Path | None = corrections_option()
+    as_json: bool = json_option()
 
     def prices(self, config: TrainConfig) -> bool:
         """Return whether devices are known, so that seconds can be predicted."""

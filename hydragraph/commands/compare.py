@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import AsJson, ClusterFile, CommonOptions, CorrectionsFile, ProfileFile, verb
+from hydragraph.commands.options import (
+    CommonOptions,
+    argument,
+    cluster_option,
+    corrections_option,
+    json_option,
+    profile_option,
+    verb,
+)
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import console, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -31,11 +38,11 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(CommonOptions):
-    run: Annotated[Path, typer.Argument(help="The folder of a run that was trained with --trace, such as runs/demo.")]
-    profile: ProfileFile = None
-    cluster: ClusterFile = None
-    corrections: CorrectionsFile = None
-    as_json: AsJson = False
+    run: Path = argument("The folder of a run that was trained with --trace, such as runs/demo.")
+    profile: str | None = profile_option()
+    cluster: Path | None = cluster_option()
+    corrections: Path | None = corrections_option()
+    as_json: bool = json_option()
 
 
 @verb

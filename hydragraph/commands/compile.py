@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -19,12 +19,13 @@ from hydragraph.commands.captured_model import program_of
 from hydragraph.commands.launch_process import quieten
 from hydragraph.commands.options import (
     ConfigOptions,
-    HomeText,
-    MicroBatches,
-    Strategies,
     check_counts,
     chosen_home,
+    home_option,
+    micro_batches_option,
+    option,
     read_counts,
+    strategies_option,
     verb,
     with_strategies,
 )
@@ -48,29 +49,19 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions(ConfigOptions):
-    strategies: Strategies = None
-    home: HomeText = None
-    micro_batches: MicroBatches = "2"
-    output: Annotated[Path, typer.Option(help="Folder to write; an earlier compiled folder is replaced.")] = Path(
-        "compiled"
+    strategies: list[str] | None = strategies_option()
+    home: str | None = home_option()
+    micro_batches: str = micro_batches_option(default="2")
+    output: Path = option("Folder to write; an earlier compiled folder is replaced.", default=Path("compiled"))
+    ranks: int | None = option("Number of ranks of the run; default: the config's.", min=1, max=MOST_DEVICES)
+    backend: str | None = option(
+        "inductor, which also fills Inductor's cache on this machine, or eager. Default: the config's."
     )
-    ranks: Annotated[
-        int | None, typer.Option(min=1, max=MOST_DEVICES, help="Number of ranks of the run; default: the config's.")
-    ] = None
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="inductor, which also fills Inductor's cache on this machine, or eager. Default: the config's."
-        ),
-    ] = None
-    device: Annotated[
-        str | None, typer.Option(help="Device that Inductor compiles for: cuda or cpu. Default: the config's.")
-    ] = None
-    arch: Annotated[
-        str | None,
-        typer.Option(help="With --device cuda: compile for sm_80, sm_90 or sm_100 without a GPU. See show --kernels."),
-    ] = None
-    trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code for train --trust.")] = False
+    device: str | None = option("Device that Inductor compiles for: cuda or cpu. Default: the config's.")
+    arch: str | None = option(
+        "With --device cuda: compile for sm_80, sm_90 or sm_100 without a GPU. See show --kernels."
+    )
+    trust: bool = option("Also write Inductor's code for train --trust.", default=False)
 
     def load(self) -> TrainConfig:
         config = with_strategies(super().load(), self.strategies)

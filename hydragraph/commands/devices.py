@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from hydragraph.commands.launch_process import leads, on_ranks
-from hydragraph.commands.options import CommonOptions, check_written, verb
+from hydragraph.commands.options import CommonOptions, check_written, option, verb
 
 if TYPE_CHECKING:
     from hydragraph.engine.discovery import Discovered
@@ -22,18 +20,13 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesOptions(CommonOptions):
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of local processes to start, one per device; default: one per GPU, or one without GPUs. "
-            "Ignored under a launcher such as torchrun.",
-        ),
-    ] = None
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if the machine has a GPU.")] = None
-    output: Annotated[
-        Path | None, typer.Option(help="Write the measurements to this cluster file, for hydragraph plan.")
-    ] = None
+    ranks: int | None = option(
+        "Number of local processes to start, one per device; default: one per GPU, or one without GPUs. "
+        "Ignored under a launcher such as torchrun.",
+        min=1,
+    )
+    device: str | None = option("cpu or cuda; default: cuda if the machine has a GPU.")
+    output: Path | None = option("Write the measurements to this cluster file, for hydragraph plan.")
 
 
 @verb

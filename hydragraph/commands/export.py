@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from hydragraph.commands.options import CommonOptions, verb
+from hydragraph.commands.options import CommonOptions, argument, option, verb
 
 EXAMPLE = "Example: hydragraph export runs/demo --step 40 --to demo-model, then load demo-model with from_pretrained."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CommonOptions):
-    run: Annotated[Path, typer.Argument(help="The output folder of a run.")]
-    to: Annotated[Path, typer.Option("--to", help="The directory to write; it must be new or empty.")]
-    step: Annotated[
-        str | None, typer.Option(metavar="N", help="Export the checkpoint after this step; default: the latest.")
-    ] = None
-    merged: Annotated[
-        bool, typer.Option("--merged", help="For a run with adapters: merge the adapters into the full model.")
-    ] = False
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")] = "float32"
+    run: Path = argument("The output folder of a run.")
+    to: Path = option("The directory to write; it must be new or empty.", default=MISSING)
+    step: str | None = option("Export the checkpoint after this step; default: the latest.", metavar="N")
+    merged: bool = option("For a run with adapters: merge the adapters into the full model.", default=False)
+    dtype: str = option("Dtype of the weights: float32, bfloat16 or float16.", default="float32")
 
 
 @verb

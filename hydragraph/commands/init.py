@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from hydragraph.commands.config_or_data import first_config
-from hydragraph.commands.options import CommonOptions, check_written, verb
+from hydragraph.commands.options import CommonOptions, argument, check_written, option, verb
 from hydragraph.train.available_devices import devices_here
 
 EXAMPLE = (
@@ -20,12 +17,11 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions(CommonOptions):
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Data (files or folders of text, chat .jsonl, tables), a Hugging Face directory, or both."),
-    ] = None
-    to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("hydragraph.yaml")
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False
+    paths: list[Path] | None = argument(
+        "Data (files or folders of text, chat .jsonl, tables), a Hugging Face directory, or both.", default=None
+    )
+    to: Path = option("The file to write.", default=Path("hydragraph.yaml"))
+    overwrite: bool = option("Replace an existing file.", default=False)
 
 
 @verb

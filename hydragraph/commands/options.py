@@ -7,11 +7,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import MISSING, dataclass, fields, replace
-from functools import wraps
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 
@@ -23,120 +22,106 @@ from hydragraph.spec.training_workload import check_sequences
 from hydragraph.train.config import ModelConfig, TrainConfig
 from hydragraph.train.config_overrides import given_plan
 
-Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Replace a field of the config: section.field=value.")]
-Strategies = Annotated[
-    list[str] | None, typer.Option("--strategy", help="Strategy to use instead of the config's: a text or a YAML file.")
-]
-HomeText = Annotated[
-    str | None,
-    typer.Option(
-        "--home",
-        help="Owners of the state, instead of the config's home: equal (equal shares), stages (the ranks that compute "
-        'each block), auto (the owners with the least traffic), or each rank\'s share, as in "3,3,1,0 copies=2".',
-    ),
-]
-ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="YAML file of the devices and links, with one device per rank.")
-]
-DeviceCount = Annotated[
-    int | None,
-    typer.Option(
-        "--devices",
-        min=1,
-        max=MOST_DEVICES,
-        help="Number of H200s, eight per node, instead of --cluster; default: the config's ranks.",
-    ),
-]
-HealthFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--health", help="YAML file with the slowdown of each slow rank, such as {3: 2.57, 5: inf}; inf means lost."
-    ),
-]
-ProfileFile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        help="A file that hydragraph profile wrote; default: the config's plan.profile if the devices are "
-        "the config's, else a datasheet.",
-    ),
-]
-Efficiency = Annotated[
-    float | None,
-    typer.Option(
-        help="Without a profile: assume that computation reaches this fraction of the peak FLOP/s, instead of using "
-        "a roofline model."
-    ),
-]
-CorrectionsFile = Annotated[
-    Path | None,
-    typer.Option("--corrections", help="A file that hydragraph compare wrote, such as runs/demo/corrections.json."),
-]
-MicroBatches = Annotated[
-    str, typer.Option(help="Number of micro-batches per pipeline, such as 4,2, or one number for all.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-LogLevel = Annotated[
-    str | None,
-    typer.Option(
-        "--log-level",
-        metavar="|".join(LEVELS),
-        help="Log every rank's events to stderr: info shows captures, plans, checkpoints, ...; debug also shows steps.",
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-
 Options = TypeVar("Options", bound="CommonOptions")
+
+
+def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """Return a dataclass field for an option.
+
+    Args:
+        names: default: the field's name, as in --micro-batches.
+        settings: other arguments of `typer.Option`.
+    """
+    return field(default=default, metadata={"names": names, "info": partial(typer.Option, help=help, **settings)})
+
+
+def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """Return a dataclass field for a positional argument; `settings` are other arguments of `typer.Argument`."""
+    return field(default=default, metadata={"info": partial(typer.Argument, help=help, **settings)})
+
+
+set_option = partial(option, "Replace a field of the config: section.field=value.", "--set")
+strategies_option = partial(option, "Strategy to use instead of the config's: a text or a YAML file.", "--strategy")
+home_option = partial(
+    option,
+    "Owners of the state, instead of the config's home: equal (equal shares), stages (the ranks that compute "
+    'each block), auto (the owners with the least traffic), or each rank\'s share, as in "3,3,1,0 copies=2".',
+)
+cluster_option = partial(option, "YAML file of the devices and links, with one device per rank.")
+devices_option = partial(
+    option,
+    "Number of H200s, eight per node, instead of --cluster; default: the config's ranks.",
+    min=1,
+    max=MOST_DEVICES,
+)
+health_option = partial(
+    option, "YAML file with the slowdown of each slow rank, such as {3: 2.57, 5: inf}; inf means lost."
+)
+profile_option = partial(
+    option,
+    "A file that hydragraph profile wrote; default: the config's plan.profile if the devices are "
+    "the config's, else a datasheet.",
+)
+efficiency_option = partial(
+    option,
+    "Without a profile: assume that computation reaches this fraction of the peak FLOP/s, instead of using "
+    "a roofline model.",
+)
+corrections_option = partial(option, "A file that hydragraph compare wrote, such as runs/demo/corrections.json.")
+micro_batches_option = partial(option, "Number of micro-batches per pipeline, such as 4,2, or one number for all.")
+json_option = partial(option, "Print JSON instead of text.", "--json", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """Options of every command.
 
-    A subclass adds a field for each option or argument, annotated for typer. `PANEL` is the heading of its fields in
-    the help.
+    A subclass declares further options and arguments. `PANEL` is their heading in the help.
     """
 
     PANEL: ClassVar[str | None] = None
 
-    log_level: LogLevel = None
-    debug: Debug = False
+    log_level: str | None = option(
+        "Log every rank's events to stderr: info shows captures, plans, checkpoints, ...; debug also shows steps.",
+        metavar="|".join(LEVELS),
+    )
+    debug: bool = option("Show tracebacks.", default=False)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raise a ValueError for the first of these fields that the user has set."""
-        hints = get_type_hints(type(self), include_extras=True)
-        for name in names:
-            if getattr(self, name) is not None and getattr(self, name) is not False:
-                declared = hints[name].__metadata__[0].default
-                raise ValueError(f"{declared if isinstance(declared, str) else f'--{name}'} {why}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in names and value is not None and value is not False:
+                raise ValueError(f"{_names(each)[0]} {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(CommonOptions):
-    config: Config
-    overrides: Set = None
+    config: Path = argument("The run's YAML file, such as examples/demo.yaml.")
+    overrides: list[str] | None = set_option()
 
     def load(self) -> TrainConfig:
         return TrainConfig.load(self.config, self.overrides or ())
 
 
+def _names(declared: Field[Any]) -> Sequence[str]:
+    return declared.metadata["names"] or (f"--{declared.name.replace('_', '-')}",)
+
+
 def verb(function: Callable[[Options], None]) -> Callable[..., None]:
     """Convert a function of an options object to a typer function with one keyword per field."""
     options: type[Options] = next(iter(get_type_hints(function).values()))
-    hints = get_type_hints(options, include_extras=True)
+    hints = get_type_hints(options)
     parameters = []
     for cls in options.__mro__:  # the help lists the class's own options first
-        for field in fields(options):
-            if field.name in inspect.get_annotations(cls):
-                kind, info = get_args(hints[field.name])
-                info = copy(info)
-                info.rich_help_panel = cls.__dict__.get("PANEL")
-                parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY)
-                parameter = parameter.replace(annotation=Annotated[kind, info])  # type: ignore[valid-type]
-                if field.default is not MISSING:
-                    parameter = parameter.replace(default=field.default)
-                parameters.append(parameter)
+        for each in fields(options):
+            if each.name in inspect.get_annotations(cls):
+                names = _names(each) if "names" in each.metadata else ()
+                info = each.metadata["info"](*names, rich_help_panel=cls.__dict__.get("PANEL"))
+                default = inspect.Parameter.empty if each.default is MISSING else each.default
+                kind = inspect.Parameter.KEYWORD_ONLY
+                hint = Annotated[hints[each.name], info]  # type: ignore[valid-type]
+                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hint))
 
     @wraps(function)
     def command(**given: Any) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from inspect import get_annotations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from hydragraph.commands.options import (
-    AsJson,
-    ClusterFile,
     CommonOptions,
-    CorrectionsFile,
-    Efficiency,
-    HealthFile,
     check_prices,
     check_read,
     check_written,
+    cluster_option,
+    corrections_option,
+    efficiency_option,
+    health_option,
+    json_option,
+    option,
 )
 from hydragraph.spec.cluster import MOST_DEVICES
 from hydragraph.train.config import TrainConfig
@@ -34,132 +33,83 @@ METHODS = "auto|mixed|straggler|search|metis"
 class EqualOptions(CommonOptions):
     PANEL = "Equal devices"
 
-    devices: Annotated[int | None, typer.Option(min=1, max=MOST_DEVICES, help="Number of devices.")] = None
-    strategies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy",
-            "--strategies",
-            help="Strategies to compare; default: strategies proposed for the data and improved on samples of it.",
-        ),
-    ] = None
-    explain: Annotated[
-        bool, typer.Option("--explain", help="List all candidates, with a breakdown of their times.")
-    ] = False
+    devices: int | None = option("Number of devices.", min=1, max=MOST_DEVICES)
+    strategies: list[str] | None = option(
+        "Strategies to compare; default: strategies proposed for the data and improved on samples of it.",
+        "--strategy",
+        "--strategies",
+    )
+    explain: bool = option("List all candidates, with a breakdown of their times.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnevenOptions(CommonOptions):
     PANEL = "Devices that differ (--cluster)"
 
-    cluster: ClusterFile = None
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A run's YAML file. Its model is captured without weights. Memory is predicted from compiled graphs; "
-            "without a profile, time is predicted from FLOPs and a datasheet."
-        ),
-    ] = None
-    efficiency: Efficiency = None
-    health: HealthFile = None
-    sequences: Annotated[
-        int | None, typer.Option(min=1, help="Number of equal sequences per iteration, instead of --lengths.")
-    ] = None
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence, with --sequences; default: data.max_length.")
-    ] = None
-    solver: Annotated[
-        str | None,
-        typer.Option(
-            metavar="scip",
-            help="With --method mixed and few devices: group devices by AutoHet's integer program, solved by SCIP (pip "
-            "install 'hydragraph\\[exact]').",
-        ),
-    ] = None
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar=METHODS,
-            help="Search method: mixed (for different device types), straggler (for slow devices), search (for data "
-            "parallelism whose degree differs between stages), metis (like search, but not exact: an improved version "
-            "of Metis's memory-aware search), or auto (the default: mixed, straggler and search).",
-        ),
-    ] = None
-    running: Annotated[
-        str | None,
-        typer.Option(
-            help="The strategy that runs now, a text or a YAML file. Among plans that are nearly as fast as the best, "
-            "the one that moves the least state is chosen."
-        ),
-    ] = None
-    home: Annotated[
-        str | None,
-        typer.Option(
-            help='Each rank\'s current share of the state, as in "3,3,1,0 copies=2"; the plan may move state. Default: '
-            "with --running, the config's home; otherwise, equal shares."
-        ),
-    ] = None
-    deadline: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Seconds after which the command prints the best plan so far. Kinds of stages that are not compiled "
-            "in time are excluded.",
-        ),
-    ] = None
-    prices: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--price",
-            metavar="TYPE=DOLLARS",
-            help="Dollars per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
-            "with neither work nor state cost nothing. Repeatable.",
-        ),
-    ] = None
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="DOLLARS",
-            help="Maximum dollars per hour: choose the nodes that train fastest within this budget. --cluster must "
-            "list all nodes that can be rented. Needs --price.",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option(help="Write the strategy to this YAML file, which hydragraph train reads.")
-    ] = None
-    report: Annotated[Path | None, typer.Option(help="Write an HTML file: the plan, its timeline, its rivals.")] = None
+    cluster: Path | None = cluster_option()
+    model: Path | None = option(
+        "A run's YAML file. Its model is captured without weights. Memory is predicted from compiled graphs; "
+        "without a profile, time is predicted from FLOPs and a datasheet."
+    )
+    efficiency: float | None = efficiency_option()
+    health: Path | None = health_option()
+    sequences: int | None = option("Number of equal sequences per iteration, instead of --lengths.", min=1)
+    length: int | None = option("Tokens per sequence, with --sequences; default: data.max_length.", min=1)
+    solver: str | None = option(
+        "With --method mixed and few devices: group devices by AutoHet's integer program, solved by SCIP (pip "
+        "install 'hydragraph\\[exact]').",
+        metavar="scip",
+    )
+    method: str | None = option(
+        "Search method: mixed (for different device types), straggler (for slow devices), search (for data "
+        "parallelism whose degree differs between stages), metis (like search, but not exact: an improved version "
+        "of Metis's memory-aware search), or auto (the default: mixed, straggler and search).",
+        metavar=METHODS,
+    )
+    running: str | None = option(
+        "The strategy that runs now, a text or a YAML file. Among plans that are nearly as fast as the best, "
+        "the one that moves the least state is chosen."
+    )
+    home: str | None = option(
+        'Each rank\'s current share of the state, as in "3,3,1,0 copies=2"; the plan may move state. Default: '
+        "with --running, the config's home; otherwise, equal shares."
+    )
+    deadline: float | None = option(
+        "Seconds after which the command prints the best plan so far. Kinds of stages that are not compiled "
+        "in time are excluded.",
+        min=0,
+    )
+    prices: list[str] | None = option(
+        "Dollars per hour for each device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices "
+        "with neither work nor state cost nothing. Repeatable.",
+        "--price",
+        metavar="TYPE=DOLLARS",
+    )
+    budget: float | None = option(
+        "Maximum dollars per hour: choose the nodes that train fastest within this budget. --cluster must "
+        "list all nodes that can be rented. Needs --price.",
+        metavar="DOLLARS",
+    )
+    output: Path | None = option("Write the strategy to this YAML file, which hydragraph train reads.")
+    report: Path | None = option("Write an HTML file: the plan, its timeline, its rivals.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(EqualOptions, UnevenOptions):
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A file that hydragraph profile wrote, or constants.json#name for one entry; with --cluster, one for "
-            "each type of device."
-        ),
-    ] = None
-    lengths: Annotated[
-        Path | None,
-        typer.Option(help="File with the length of each sequence, one per line; or a run's tokens.bin."),
-    ] = None
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a sequence; longer ones are truncated.")
-    ] = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Tokens per iteration; default: --model's data.tokens_per_step, or {TOKENS}."),
-    ] = None
-    iterations: Annotated[int, typer.Option(min=1, help="Number of mini-batches to draw from the lengths.")] = 4
-    seed: Annotated[int, typer.Option(min=0, help="Random seed for drawing the mini-batches.")] = 0
-    corrections: CorrectionsFile = None
-    as_json: AsJson = False
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw a PNG file: the micro-batches of each pipeline or, with --cluster, the plan's nodes and devices."
-        ),
-    ] = None
+    profile: list[str] | None = option(
+        "A file that hydragraph profile wrote, or constants.json#name for one entry; with --cluster, one for "
+        "each type of device."
+    )
+    lengths: Path | None = option("File with the length of each sequence, one per line; or a run's tokens.bin.")
+    context: int | None = option("Maximum tokens of a sequence; longer ones are truncated.", min=1)
+    tokens: int | None = option(f"Tokens per iteration; default: --model's data.tokens_per_step, or {TOKENS}.", min=1)
+    iterations: int = option("Number of mini-batches to draw from the lengths.", default=4, min=1)
+    seed: int = option("Random seed for drawing the mini-batches.", default=0, min=0)
+    corrections: Path | None = corrections_option()
+    as_json: bool = json_option()
+    picture: Path | None = option(
+        "Draw a PNG file: the micro-batches of each pipeline or, with --cluster, the plan's nodes and devices."
+    )
 
     def check(self) -> None:
         if self.cluster is None:

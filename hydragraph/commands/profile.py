@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from hydragraph.commands.captured_model import meta_model, program_of
 from hydragraph.commands.launch_process import launched, leads, on_ranks
-from hydragraph.commands.options import ConfigOptions, check_strategies, check_written, verb
+from hydragraph.commands.options import ConfigOptions, check_strategies, check_written, option, verb
 from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
@@ -31,33 +31,23 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(ConfigOptions):
-    schemes: Annotated[
-        str | None,
-        typer.Option(
-            help="Schemes such as tp1pp1,tp2pp4; each is measured on as many ranks as its tp degree. Default: all "
-            "schemes that fit the ranks."
-        ),
-    ] = None
-    out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json")
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Also measure stages with sequence parallelism.")
-    ] = False
-    recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False
-    sums_in_pieces: Annotated[
-        bool, typer.Option("--sums-in-pieces", help="Also measure stages with tensor-parallel sums in pieces.")
-    ] = False
-    longest: Annotated[
-        int | None,
-        typer.Option(min=64, help="Tokens in the longest micro-batch; more tokens measure attention more accurately."),
-    ] = None
-    repeats: Annotated[
-        int,
-        typer.Option(min=1, help="Maximum runs per measurement; fewer if their times agree. The median is used."),
-    ] = 5
-    type_: Annotated[
-        str,
-        typer.Option("--type", help="Name of this type of device in cluster files; default: the device's own name."),
-    ] = ""
+    schemes: str | None = option(
+        "Schemes such as tp1pp1,tp2pp4; each is measured on as many ranks as its tp degree. Default: all "
+        "schemes that fit the ranks."
+    )
+    out: Path = option("The JSON file to write.", "--output", "--out", default=Path("profile.json"))
+    sequence_parallel: bool = option("Also measure stages with sequence parallelism.", default=False)
+    recompute: bool = option("Also measure stages that recompute.", default=False)
+    sums_in_pieces: bool = option("Also measure stages with tensor-parallel sums in pieces.", default=False)
+    longest: int | None = option(
+        "Tokens in the longest micro-batch; more tokens measure attention more accurately.", min=64
+    )
+    repeats: int = option(
+        "Maximum runs per measurement; fewer if their times agree. The median is used.", default=5, min=1
+    )
+    type_: str = option(
+        "Name of this type of device in cluster files; default: the device's own name.", "--type", default=""
+    )
 
 
 @verb

@@ -6,21 +6,21 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from hydragraph.commands.options import (
-    ClusterFile,
     CommonOptions,
-    CorrectionsFile,
-    DeviceCount,
-    HomeText,
-    ProfileFile,
-    Set,
-    Strategies,
+    argument,
     check_written,
+    cluster_option,
+    corrections_option,
+    devices_option,
+    home_option,
     on_planned_devices,
+    option,
+    profile_option,
+    set_option,
+    strategies_option,
     verb,
 )
 from hydragraph.commands.progress import progress
@@ -38,18 +38,17 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(CommonOptions):
-    source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")]
-    output: Annotated[
-        Path | None,
-        typer.Option(help="The HTML file; default: report.html in the run's folder, or the source's name with .html."),
-    ] = None
-    cluster: ClusterFile = None
-    devices: DeviceCount = None
-    strategies: Strategies = None
-    home: HomeText = None
-    profile: ProfileFile = None
-    corrections: CorrectionsFile = None
-    overrides: Set = None
+    source: Path = argument("A run's folder, a run's YAML file, or a plan's JSON file.")
+    output: Path | None = option(
+        "The HTML file; default: report.html in the run's folder, or the source's name with .html."
+    )
+    cluster: Path | None = cluster_option()
+    devices: int | None = devices_option()
+    strategies: list[str] | None = strategies_option()
+    home: str | None = home_option()
+    profile: str | None = profile_option()
+    corrections: Path | None = corrections_option()
+    overrides: list[str] | None = set_option()
 
 
 _SIMULATED = ("devices", "strategies", "home", "overrides")

@@ -6,19 +6,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from hydragraph.commands.captured_model import meta_model, program_of
 from hydragraph.commands.options import (
     CommonOptions,
-    MicroBatches,
-    Set,
+    argument,
     check_counts,
     check_memory,
     check_strategies,
+    micro_batches_option,
+    option,
     read_counts,
+    set_option,
     verb,
     with_strategies,
 )
@@ -36,49 +36,30 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(CommonOptions):
-    source: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[CONFIG|DIR]",
-            help="The run's YAML file, such as examples/demo.yaml, or a folder that hydragraph compile wrote.",
-        ),
-    ] = None
-    strategies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy",
-            help="Strategy to show. For a config: a text, such as '<tp2,pp1>', or a YAML file. For a folder: a number "
-            "or a text; default: all.",
-        ),
-    ] = None
-    micro_batches: MicroBatches = "2"
-    rank: Annotated[int | None, typer.Option(help="Show only this rank, including in the views below.")] = None
-    parameter: Annotated[str | None, typer.Option(help="Owners and users of a parameter, such as lm_head.weight.")] = (
-        None
+    source: Path | None = argument(
+        "The run's YAML file, such as examples/demo.yaml, or a folder that hydragraph compile wrote.",
+        default=None,
+        metavar="[CONFIG|DIR]",
     )
-    memory: Annotated[bool, typer.Option("--memory", help="Peak memory of each rank, by kind.")] = False
-    limit: Annotated[
-        float | None,
-        typer.Option("--limit", help="Mark ranks that exceed this memory of a device in bytes, such as 80e9."),
-    ] = None
-    traffic: Annotated[bool, typer.Option("--traffic", help="Bytes sent between ranks and nodes, by kind.")] = False
-    node: Annotated[int, typer.Option(min=1, help="Number of ranks per node, for --traffic.")] = 8
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per micro-batch, for --memory and --traffic.")] = 2048
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Registers, spills, bytes and minimum time of each kernel.")
-    ] = False
-    schedule: Annotated[bool, typer.Option("--schedule", help="Each stage's forwards and backwards over time.")] = False
-    output: Annotated[
-        Path | None, typer.Option(help="With --schedule: also draw the schedule to this .svg or .png file.")
-    ] = None
-    diff: Annotated[
-        str | None, typer.Option(help="Differences from another folder, or from another strategy of this folder.")
-    ] = None
-    passes: Annotated[
-        bool,
-        typer.Option("--passes", help="List the passes; with a config, also show the effect of each pass."),
-    ] = False
-    overrides: Set = None
+    strategies: list[str] | None = option(
+        "Strategy to show. For a config: a text, such as '<tp2,pp1>', or a YAML file. For a folder: a number "
+        "or a text; default: all.",
+        "--strategy",
+    )
+    micro_batches: str = micro_batches_option(default="2")
+    rank: int | None = option("Show only this rank, including in the views below.")
+    parameter: str | None = option("Owners and users of a parameter, such as lm_head.weight.")
+    memory: bool = option("Peak memory of each rank, by kind.", default=False)
+    limit: float | None = option("Mark ranks that exceed this memory of a device in bytes, such as 80e9.")
+    traffic: bool = option("Bytes sent between ranks and nodes, by kind.", default=False)
+    node: int = option("Number of ranks per node, for --traffic.", default=8, min=1)
+    tokens: int = option("Tokens per micro-batch, for --memory and --traffic.", default=2048, min=1)
+    kernels: bool = option("Registers, spills, bytes and minimum time of each kernel.", default=False)
+    schedule: bool = option("Each stage's forwards and backwards over time.", default=False)
+    output: Path | None = option("With --schedule: also draw the schedule to this .svg or .png file.")
+    diff: str | None = option("Differences from another folder, or from another strategy of this folder.")
+    passes: bool = option("List the passes; with a config, also show the effect of each pass.", default=False)
+    overrides: list[str] | None = set_option()
 
     @property
     def looks(self) -> bool:

@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.markup import escape
 
 from hydragraph.commands.options import (
-    ClusterFile,
     ConfigOptions,
-    CorrectionsFile,
-    DeviceCount,
-    Efficiency,
-    HealthFile,
-    HomeText,
-    ProfileFile,
-    Strategies,
     check_counts,
     check_prices,
     check_strategies,
     chosen_home,
     chosen_strategies,
+    cluster_option,
+    corrections_option,
     default_devices_text,
+    devices_option,
+    efficiency_option,
+    health_option,
+    home_option,
     on_planned_devices,
+    option,
+    profile_option,
     read_counts,
+    strategies_option,
     verb,
 )
 from hydragraph.commands.progress import Say, progress
@@ -57,34 +57,24 @@ EXAMPLE = (
 class StepOptions(ConfigOptions):
     """Options of a simulated step; contradictory options raise a ValueError."""
 
-    cluster: ClusterFile = None
-    devices: DeviceCount = None
-    strategies: Strategies = None
-    home: HomeText = None
-    micro_batches: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of micro-batches per pipeline, such as 4,2, or one number for all. Default: the micro-batches "
-            "that a run would form from data.tokens_per_step."
-        ),
-    ] = None
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: data.max_length.")] = None
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Number of sequences per micro-batch; with --micro-batches, default: 1.")
-    ] = None
-    sequences: Annotated[
-        int | None, typer.Option(min=1, help="Number of sequences per step, instead of --micro-batches.")
-    ] = None
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of sequence lengths (one number per line, or a tokens.bin): simulate a mini-batch that is drawn "
-            "from them and assigned to pipelines as in a run, instead of equal micro-batches."
-        ),
-    ] = None
-    profile: ProfileFile = None
-    efficiency: Efficiency = None
-    corrections: CorrectionsFile = None
+    cluster: Path | None = cluster_option()
+    devices: int | None = devices_option()
+    strategies: list[str] | None = strategies_option()
+    home: str | None = home_option()
+    micro_batches: str | None = option(
+        "Number of micro-batches per pipeline, such as 4,2, or one number for all. Default: the micro-batches "
+        "that a run would form from data.tokens_per_step."
+    )
+    tokens: int | None = option("Tokens per sequence; default: data.max_length.", min=1)
+    micro_batch: int | None = option("Number of sequences per micro-batch; with --micro-batches, default: 1.", min=1)
+    sequences: int | None = option("Number of sequences per step, instead of --micro-batches.", min=1)
+    lengths: Path | None = option(
+        "File of sequence lengths (one number per line, or a tokens.bin): simulate a mini-batch that is drawn "
+        "from them and assigned to pipelines as in a run, instead of equal micro-batches."
+    )
+    profile: str | None = profile_option()
+    efficiency: float | None = efficiency_option()
+    corrections: Path | None = corrections_option()
 
     def __post_init__(self) -> None:
         if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch):
@@ -136,16 +126,13 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(StepOptions):
-    health: HealthFile = None
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if", help='Also simulate with one change, such as "device 3 x2.57" or "between_nodes x0.5".'
-        ),
-    ] = None
-    critical: Annotated[bool, typer.Option("--critical-path", help="Print the best strategy's critical path.")] = False
-    trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None
-    picture: Annotated[Path | None, typer.Option(help="Draw every rank's timeline to this PNG file.")] = None
+    health: Path | None = health_option()
+    changes: list[str] | None = option(
+        'Also simulate with one change, such as "device 3 x2.57" or "between_nodes x0.5".', "--what-if"
+    )
+    critical: bool = option("Print the best strategy's critical path.", "--critical-path", default=False)
+    trace: Path | None = option("Write the best strategy's timeline to this file.")
+    picture: Path | None = option("Draw every rank's timeline to this PNG file.")
 
 
 @verb

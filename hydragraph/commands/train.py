@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -26,7 +26,7 @@ from hydragraph.commands.launch_process import (
     restarts_by_torchrun,
     torchrun_rendezvous,
 )
-from hydragraph.commands.options import CommonOptions, Set, check_strategies, verb
+from hydragraph.commands.options import CommonOptions, argument, check_strategies, option, set_option, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.available_devices import RanksIfEqual, own_gpus
@@ -48,64 +48,41 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(CommonOptions):
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CONFIG | DATA... [MODEL]",
-            help="The run's YAML file, such as examples/demo.yaml; or files and folders of data, and a Hugging Face "
-            "directory: train then writes a config for them, as hydragraph init does.",
-            show_default=False,
-        ),
-    ]
-    to: Annotated[Path, typer.Option("--to", help="The file to which the config for DATA and MODEL is written.")] = (
-        Path("hydragraph.yaml")
+    paths: list[Path] = argument(
+        "The run's YAML file, such as examples/demo.yaml; or files and folders of data, and a Hugging Face "
+        "directory: train then writes a config for them, as hydragraph init does.",
+        metavar="CONFIG | DATA... [MODEL]",
+        show_default=False,
     )
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False
-    resume_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="step-N", help="Continue from this checkpoint of the run; later checkpoints are set aside."
-        ),
-    ] = None
-    auto_resume: Annotated[
-        bool,
-        typer.Option(
-            "--auto-resume",
-            help="Continue from the last complete checkpoint, or begin the run if none exists; for jobs that a "
-            "scheduler restarts.",
-        ),
-    ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False
-    compiled: Annotated[
-        Path | None,
-        typer.Option(help="Start without tracing, from this folder that hydragraph compile wrote for the config."),
-    ] = None
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Also load Inductor's code from --compiled; it runs with your permissions.")
-    ] = False
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace", help="Write a file for Perfetto with the times of every rank's instructions in the first steps."
-        ),
-    ] = False
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Number of times to continue from the last checkpoint after a rank fails; give torchrun the same "
-            "number.",
-        ),
-    ] = 0
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="etcd://A,B,C",
-            help="Members of an etcd cluster through which several machines elect a leader, so that the run survives "
-            "the loss of any machine (docs/elastic.md).",
-        ),
-    ] = None
-    overrides: Set = None
+    to: Path = option("The file to which the config for DATA and MODEL is written.", default=Path("hydragraph.yaml"))
+    resume: bool = option("Continue from the last complete checkpoint.", default=False)
+    resume_from: str | None = option(
+        "Continue from this checkpoint of the run; later checkpoints are set aside.", metavar="step-N"
+    )
+    auto_resume: bool = option(
+        "Continue from the last complete checkpoint, or begin the run if none exists; for jobs that a "
+        "scheduler restarts.",
+        default=False,
+    )
+    overwrite: bool = option("Replace the run in the output folder.", default=False)
+    compiled: Path | None = option(
+        "Start without tracing, from this folder that hydragraph compile wrote for the config."
+    )
+    trust: bool = option("Also load Inductor's code from --compiled; it runs with your permissions.", default=False)
+    trace: bool = option(
+        "Write a file for Perfetto with the times of every rank's instructions in the first steps.", default=False
+    )
+    max_restarts: int = option(
+        "Number of times to continue from the last checkpoint after a rank fails; give torchrun the same number.",
+        default=0,
+        min=0,
+    )
+    store: str | None = option(
+        "Members of an etcd cluster through which several machines elect a leader, so that the run survives "
+        "the loss of any machine (docs/elastic.md).",
+        metavar="etcd://A,B,C",
+    )
+    overrides: list[str] | None = set_option()
 
     def load(self) -> TrainConfig:
         config = config_of(self.paths, self.to, self.overrides or ())

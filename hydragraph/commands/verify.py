@@ -14,10 +14,10 @@ from rich.markup import escape
 from hydragraph.commands.launch_process import launched, on_ranks, quieten
 from hydragraph.commands.options import (
     ConfigOptions,
-    HomeText,
-    Strategies,
     check_strategies,
     chosen_home,
+    home_option,
+    strategies_option,
     verb,
     with_strategies,
 )
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ConfigOptions):
-    strategies: Strategies = None
-    home: HomeText = None
+    strategies: list[str] | None = strategies_option()
+    home: str | None = home_option()
 
 
 @verb

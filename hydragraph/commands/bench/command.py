@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from hydragraph.commands.options import CommonOptions, verb
+from hydragraph.commands.options import CommonOptions, argument, option, verb
 
 if TYPE_CHECKING:
     from hydragraph.commands.bench.bench_table import BenchReport
@@ -23,23 +24,18 @@ class Size(str, Enum):  # noqa: UP042  typer reads the values
     FULL = "full"
 
 
-_Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if the machine has a GPU.")]
-_Compiled = Annotated[
-    bool | None,
-    typer.Option("--compiled/--no-compiled", help="Also compare with torch.compile; default: on a GPU only."),
-]
+_device_option = partial(option, "cpu or cuda; default: cuda if the machine has a GPU.")
+_compiled_option = partial(
+    option, "Also compare with torch.compile; default: on a GPU only.", "--compiled/--no-compiled"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(CommonOptions):
-    csv: Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")] = None
-    picture: Annotated[Path | None, typer.Option(help="Also draw the results as bars in this PNG file.")] = None
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the full report to this file, for hydragraph bench report.")
-    ] = None
-    markdown: Annotated[
-        Path | None, typer.Option(help="Also write a page with the targets and results to this file.")
-    ] = None
+    csv: Path | None = option("Also write the rows, with all digits, to this CSV file.")
+    picture: Path | None = option("Also draw the results as bars in this PNG file.")
+    json: Path | None = option("Also write the full report to this file, for hydragraph bench report.")
+    markdown: Path | None = option("Also write a page with the targets and results to this file.")
 
     def show(self, report: BenchReport) -> None:
         from rich.console import Console
@@ -66,13 +62,12 @@ class BenchOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchKernelsOptions(BenchOptions):
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Kernels: varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
-    ] = None
-    device: _Device = None
-    size: Annotated[Size | None, typer.Option(help="Default: full on a GPU, small on a CPU.")] = None
-    compiled: _Compiled = None
+    names: list[str] | None = argument(
+        "Kernels: varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all.", default=None
+    )
+    device: str | None = _device_option()
+    size: Size | None = option("Default: full on a GPU, small on a CPU.")
+    compiled: bool | None = _compiled_option()
 
 
 @verb
@@ -104,28 +99,21 @@ def kernels_command(options: BenchKernelsOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLinkOptions(BenchOptions):
-    source: Annotated[
-        str, typer.Option("--from", help="The strategy to switch from: a text, a YAML file, or home for no push.")
-    ] = "home"
-    target: Annotated[
-        str, typer.Option("--to", help="The strategy to switch to: a text, a YAML file, or home for no pull.")
-    ] = "<tp2,pp1>"
-    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file.")] = "7b"
-    dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
-    cluster: Annotated[
-        Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight per node.")
-    ] = None
-    home: Annotated[
-        str, typer.Option(help='Each rank\'s share of the state: equal, or a text such as "3,3,1,0 copies=2".')
-    ] = "equal"
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per simulated micro-batch.")] = 4096
-    micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches per simulated pipeline.")] = 4
-    measure: Annotated[
-        bool | None,
-        typer.Option(
-            "--measure/--no-measure", help="Also measure on local CPU ranks; default: for tiny and small models only."
-        ),
-    ] = None
+    source: str = option(
+        "The strategy to switch from: a text, a YAML file, or home for no push.", "--from", default="home"
+    )
+    target: str = option(
+        "The strategy to switch to: a text, a YAML file, or home for no pull.", "--to", default="<tp2,pp1>"
+    )
+    model: str = option("tiny, small, 1b, 7b, or a run's YAML file.", default="7b")
+    dtype: str = option("Dtype of pulled weights: bfloat16 or float32.", default="bfloat16")
+    cluster: Path | None = option("The YAML file of the devices to simulate; default: H200s, eight per node.")
+    home: str = option('Each rank\'s share of the state: equal, or a text such as "3,3,1,0 copies=2".', default="equal")
+    tokens: int = option("Tokens per simulated micro-batch.", default=4096, min=1)
+    micro_batches: int = option("Number of micro-batches per simulated pipeline.", default=4, min=1)
+    measure: bool | None = option(
+        "Also measure on local CPU ranks; default: for tiny and small models only.", "--measure/--no-measure"
+    )
 
 
 @verb
@@ -167,19 +155,13 @@ def link_command(options: BenchLinkOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStepOptions(BenchOptions):
-    device: _Device = None
-    model: Annotated[str | None, typer.Option(help="tiny, small or 1b; default: 1b on a GPU, small on a CPU.")] = None
-    tokens: Annotated[
-        int | None, typer.Option(min=64, help="Tokens per mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.")
-    ] = None
-    longest: Annotated[
-        int | None, typer.Option(min=16, help="Maximum tokens per sequence; default: a quarter of the mini-batch.")
-    ] = None
-    rounds: Annotated[int, typer.Option(min=1, help="Number of measured steps per model, after two warm-up steps.")] = 5
-    compiled: _Compiled = None
-    backend: Annotated[
-        str | None, typer.Option(help="The backend of hydragraph.compile, such as inductor or eager.")
-    ] = None
+    device: str | None = _device_option()
+    model: str | None = option("tiny, small or 1b; default: 1b on a GPU, small on a CPU.")
+    tokens: int | None = option("Tokens per mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.", min=64)
+    longest: int | None = option("Maximum tokens per sequence; default: a quarter of the mini-batch.", min=16)
+    rounds: int = option("Number of measured steps per model, after two warm-up steps.", default=5, min=1)
+    compiled: bool | None = _compiled_option()
+    backend: str | None = option("The backend of hydragraph.compile, such as inductor or eager.")
 
 
 @verb
@@ -209,9 +191,9 @@ def step_command(options: BenchStepOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReportOptions(CommonOptions):
-    parts: Annotated[list[Path], typer.Argument(help="Reports that hydragraph bench wrote with --json.")]
-    markdown: Annotated[Path, typer.Option(help="The page to write.")]
-    facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the top of the page.")] = None
+    parts: list[Path] = argument("Reports that hydragraph bench wrote with --json.")
+    markdown: Path = option("The page to write.", default=MISSING)
+    facts: list[str] | None = option("A sentence for the top of the page.", "--fact")
 
 
 @verb
