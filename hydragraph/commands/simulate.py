@@ -160,12 +160,12 @@ def simulate_command(options: SimulateOptions) -> None:
             costs = costs.changed(health=rates)
         changes = {change: what_if(costs, change) for change in options.changes or ()}
         priced = _priced(options, config, inputs.files.lengths, strategies, costs, say)
-    best = priced[0][0]
+    best = priced[0]
     print(costs.source_of(*strategies))
     if options.cluster is None and options.profile is None:
         print(default_devices_text(costs.ranks, config))
     _print_table(priced, costs.ranks)
-    for shown, _ in priced:
+    for shown in priced:
         owned = costs.of_strategies(shown.strategy)
         text = owners_text(owned.home, [bucket.name for bucket in costs.buckets], costs.ranks)
         print(f"state of {shown.strategy.name}: {text}")
@@ -179,7 +179,7 @@ def simulate_command(options: SimulateOptions) -> None:
     if options.picture is not None:
         from hydragraph.report.simulation_picture import write_timelines
 
-        write_timelines([shown for shown, _ in priced], options.picture)
+        write_timelines(priced, options.picture)
 
 
 def _priced(
@@ -189,15 +189,14 @@ def _priced(
     strategies: Sequence[Strategy],
     costs: Costs,
     say: Say,
-) -> list[tuple[PricedStrategy, Assignment]]:
+) -> list[PricedStrategy]:
     from hydragraph.report.simulation_price import price
 
     priced = []
     for number, strategy in enumerate(strategies, start=1):
         say(f"simulating {strategy.name} ({number} of {len(strategies)})")
-        assignment = assigned(options, config, drawn, costs, strategy)
-        priced.append((price(costs, strategy, assignment), assignment))
-    return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
+        priced.append(price(costs, strategy, assigned(options, config, drawn, costs, strategy)))
+    return sorted(priced, key=lambda each: -each.tokens_per_s)
 
 
 def assigned(
@@ -227,21 +226,21 @@ def assigned(
     return Assignment.even(counts, length, size)
 
 
-def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], changed: Costs, change: str) -> None:
+def _print_change(priced: Sequence[PricedStrategy], changed: Costs, change: str) -> None:
     from hydragraph.report.simulation_price import price
 
     table = new_table(f"what if {change}", ("strategy", "iteration", "then", "change"))
-    for before, assignment in priced:
-        after = price(changed, before.strategy, assignment)
+    for before in priced:
+        after = price(changed, before.strategy, before.assignment)
         more = f"{after.seconds / before.seconds - 1:+.1%}"
         table.add_row(escape(before.strategy.name), seconds_text(before.seconds), seconds_text(after.seconds), more)
     console().print(table)
 
 
-def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: int) -> None:
+def _print_table(priced: Sequence[PricedStrategy], devices: int) -> None:
     from hydragraph.ir.instruction import Stream
 
-    copies = any(shown.strategy.offloads for shown, _ in priced)
+    copies = any(shown.strategy.offloads for shown in priced)
     streams = (Stream.PULL, Stream.PUSH, Stream.P2P, *(Stream.OFFLOAD,) * copies)
     exposed = (f"exposed {stream.value}" for stream in streams)
     headings = ("strategy", "micro-batches", "iteration", "tokens/s", *exposed, "ranks busy")
@@ -250,12 +249,12 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
         headings,
         left=("strategy", "ranks busy"),
     )
-    for shown, _ in priced:
+    for shown in priced:
         waits = (seconds_text(shown.exposed_s(stream)) for stream in streams)
         numbers = (seconds_text(shown.seconds), f"{shown.tokens_per_s:,.0f}", *waits, _busy_text(shown.busy()))
         table.add_row(escape(shown.strategy.name), counts_text(shown.assignment.counts), *numbers)
     console().print(table)
-    tokens = {shown.tokens for shown, _ in priced}
+    tokens = {shown.tokens for shown in priced}
     if len(tokens) > 1:
         print("note: the strategies train on different numbers of tokens, so compare tokens/s, not seconds")
 
