@@ -64,6 +64,14 @@ class AdamWSettings:
     weight_decay: float = 1e-2
     maximize: bool = False
 
+    @property
+    def torch_options(self) -> dict[str, Any]:
+        """Arguments of PyTorch's functions."""
+        first, second = self.betas
+        decay = self.weight_decay
+        options = {"lr": self.lr, "beta1": first, "beta2": second, "weight_decay": decay, "eps": self.eps}
+        return {**options, "amsgrad": False, "maximize": self.maximize}
+
     def numbers(self, step: int) -> tuple[float, ...]:
         """Return the kernel's scalar arguments for a step, counted from 1."""
         first, second = self.betas
@@ -146,13 +154,14 @@ def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     if not shards:
         return
     steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}
-    torch.ops.aten._fused_adamw_(*_columns(shards), [], [steps[shard.step] for shard in shards], **_options(settings))
+    counts = [steps[shard.step] for shard in shards]
+    torch.ops.aten._fused_adamw_(*_columns(shards), [], counts, **settings.torch_options)
 
 
 def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     steps = [torch.tensor(float(shard.step - 1)) for shard in shards]
     weights, gradients, moments, squares = _columns(shards)
-    torch_adamw(weights, gradients, moments, squares, [], steps, foreach=False, **_options(settings))
+    torch_adamw(weights, gradients, moments, squares, [], steps, foreach=False, **settings.torch_options)
     for shard in shards:
         if shard.copy is not None:
             shard.copy.copy_(shard.weight)
@@ -160,13 +169,6 @@ def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 def _columns(shards: Sequence[Shard]) -> list[list[Tensor]]:
     return [list(column) for column in zip(*(shard.tensors()[:4] for shard in shards), strict=True)]
-
-
-def _options(settings: AdamWSettings) -> dict[str, Any]:
-    first, second = settings.betas
-    decay = settings.weight_decay
-    options = {"lr": settings.lr, "beta1": first, "beta2": second, "weight_decay": decay, "eps": settings.eps}
-    return {**options, "amsgrad": False, "maximize": settings.maximize}
 
 
 def runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import hydragraph as hg
+from hydragraph.commands.bench.bench_models import LlamaShape
 from hydragraph.train.model_flops import peak_flops_per_s, step_flops
 from tests.adapted import LAYERS, frozen, hand_written_lora
 from tests.cost.test_datasheet import HEAD, LAYER, llama
@@ -19,6 +21,21 @@ def test_a_steps_operations_are_those_of_its_products_and_of_causal_attention() 
     products = 6 * (layers * LAYER + HEAD) * sum(lengths)
     attention = 3 * 2 * layers * 64 * sum(n * n for n in lengths)
     assert step_flops(program, lengths) == pytest.approx(products + attention)
+
+
+@pytest.mark.parametrize("length", [8, 33])
+def test_operations_are_those_that_pytorch_counts(length: int) -> None:
+    """PyTorch counts the whole square of attention; in some versions also positions times frequencies, one product."""
+    shape = LlamaShape(hidden=32, intermediate=80, layers=3, heads=4, kv_heads=2, vocabulary=50)
+    model = shape.build("cpu")
+    flops = step_flops(hg.capture(model, check="off"), [length])
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    ids = torch.randint(0, 50, (1, length))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    masked = 6 * shape.layers * shape.hidden * length**2
+    rotations = 2 * (shape.hidden // shape.heads // 2) * length
+    assert counted.get_total_flops() - flops - masked in (0, rotations)
 
 
 def test_gradients_of_frozen_weights_do_not_count() -> None:

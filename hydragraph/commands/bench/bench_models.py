@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +51,10 @@ def meta_model(text: str) -> nn.Module:
         return SHAPES[text].build("meta")
     if not Path(text).is_file():
         raise ValueError(f"--model {text}: name one of {', '.join(SHAPES)}, or a run's YAML file")
+    from hydragraph.commands import captured_model
     from hydragraph.train.config import TrainConfig
-    from hydragraph.train.model import adapted, skeleton
 
-    config = TrainConfig.load(text)
-    return adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
+    return captured_model.meta_model(TrainConfig.load(text))
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
@@ -75,23 +73,3 @@ def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int
 def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
-
-
-def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float:
-    """Return the minimum number of floating-point operations in the forward and backward of one step.
-
-        6 N sum(L) + 12 l H D sum(L^2) / 2
-
-    N is the number of weights of linear layers and the head, without the embedding; L is the length of a sequence. In
-    each of l layers with H query heads of size D, attention costs 4 L^2 H D in the forward and twice as much in the
-    backward; a causal mask halves the cost. Recomputation is not counted.
-
-    Args:
-        model: a Hugging Face model with a config like Llama's.
-    """
-    config = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    weights = sum(w.numel() for w in linear)
-    attention = config.num_hidden_layers * config.num_attention_heads * size * sum(n * n for n in lengths)
-    return float(6 * weights * sum(lengths) + (6 if causal else 12) * attention)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydragraph.commands.bench.bench_models import mixed_lengths
-from hydragraph.commands.bench.torch_attention import torch_varlen
 from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
@@ -50,8 +49,7 @@ class Sweep:
 def attention(sweep: Sweep) -> Iterator[Case]:
     """Causal attention, forward and backward; FLOPs exclude the masked half, and a backward counts as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
-    full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
-    full += [(32768, 32, 8, 128), (16384, 32, 8, 64)]
+    full = [(4096, 32, 8, 128), (16384, 32, 8, 128), (32768, 32, 8, 128), (16384, 32, 8, 64)]
     for tokens, heads, kv, size in full if sweep.full else small:
         lengths = mixed_lengths(tokens)
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=sweep.device)
@@ -63,8 +61,6 @@ def attention(sweep: Sweep) -> Iterator[Case]:
         longest = torch.tensor(max(lengths))
         ours = partial(varlen_attention, q, k, v, starts, max_length=longest)
         forwards: dict[str, Callable[[], Tensor]] = {"eager": partial(_per_sequence, q, k, v, lengths)}
-        if sweep.device.type == "cuda":
-            forwards["varlen_attn"] = partial(torch_varlen, q, k, v, starts, max(lengths), size**-0.5)
         forwards |= {name: partial(ours, backend=name) for name in BACKENDS[sweep.device.type]}
         forwards["dispatch"] = ours
         work = 3.5 * sum(2.0 * n * n * heads * size for n in lengths)
@@ -143,21 +139,9 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
 
 def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
     assert shard.copy is not None
-    torch.ops.aten._fused_adamw_(
-        [shard.weight],
-        [shard.gradient],
-        [shard.moment],
-        [shard.square],
-        [],
-        [torch.ones((), device=shard.weight.device)],  # step number
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    columns = [[tensor] for tensor in shard.tensors()[:4]]
+    steps = [torch.ones((), device=shard.weight.device)]
+    torch.ops.aten._fused_adamw_(*columns, [], steps, **settings.torch_options)
     shard.copy.copy_(shard.weight)
 
 

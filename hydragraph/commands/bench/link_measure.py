@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,16 @@ import torch.distributed as dist
 
 from hydragraph.cluster.communicators import Channel
 from hydragraph.commands.bench.bench_models import draw_sequences, meta_model, mixed_lengths
-from hydragraph.commands.bench.interleaved_timing import WARM_UP
+from hydragraph.commands.bench.interleaved_timing import WARM_UP, Side, timed
 from hydragraph.commands.bench.link_overlap import Overlap
 from hydragraph.cost.link_bytes import DIRECTIONS, Direction
 from hydragraph.engine import api
 from hydragraph.engine.executable import Executable
-from hydragraph.passes.weight_layouts import BucketLayouts, layouts
+from hydragraph.passes.weight_layouts import layouts
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.pending_work import Finish
+from hydragraph.runtime.streams import streams_of
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -57,8 +57,7 @@ def measure_rank(
             seen[i].append(_Step({"pull": sent[Channel.PULL], "push": pushed}, waits, report.seconds))
     results = []
     for strategy, steps in zip(strategies, seen, strict=True):
-        placed = layouts(exe.program, strategy, exe.home.layouts)
-        alone = {direction: _alone(exe, placed, direction, rounds) for direction in DIRECTIONS}
+        alone = {direction: _alone(exe, strategy, direction, rounds) for direction in DIRECTIONS}
         results.append({direction: _joined(direction, steps[WARM_UP:], alone[direction]) for direction in DIRECTIONS})
     exe.close()
     return results
@@ -98,33 +97,42 @@ def _count_bytes(exe: Executable) -> Counter[Channel]:
     return sent
 
 
-def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
-    buffers = Buffers(exe.world.device)
+def transfers(exe: Executable, strategy: Strategy, direction: Direction) -> Side:
+    """Return a function that pulls or pushes all buckets, without computation."""
+    device = exe.world.device
     rank, ranks = exe.rank, exe.ranks
+    buffers = Buffers(device, streams_of(device, exe.world.backend, ranks))
     starts: list[Callable[[], Finish]] = []
-    for bucket_layouts in placed:
-        weights = exe.home.weights[bucket_layouts.bucket.name]
-        shard = exe.home.gradients[bucket_layouts.bucket.name]
+    for placed in layouts(exe.program, strategy, exe.home.layouts):
+        weights = exe.home.weights[placed.bucket.name]
+        shard = exe.home.gradients[placed.bucket.name]
         if direction == "pull":
-            pull = pull_exchange(bucket_layouts.home, bucket_layouts.used, rank, ranks)
+            pull = pull_exchange(placed.home, placed.used, rank, ranks, device)
             starts.append(partial(start_pull, pull, weights, exe.program.dtype, exe.groups, buffers))
         else:
-            push = push_exchange(bucket_layouts.used, bucket_layouts.home, rank, ranks)
-            handing = hand_exchange(bucket_layouts.home, rank, ranks)
-            starts.append(partial(start_push, push, torch.zeros(push.source), shard, exe.groups, buffers, handing))
-    seconds = []
-    for turn in range(1 + rounds):
+            push = push_exchange(placed.used, placed.home, rank, ranks, device)
+            handing = hand_exchange(placed.home, rank, ranks, device)
+            gradients = torch.zeros(push.source, device=device)
+            starts.append(partial(start_push, push, gradients, shard, exe.groups, buffers, handing))
+
+    def move(turn: int) -> None:
         buffers.begin()
-        if dist.is_initialized():
-            dist.barrier()
-        began = time.perf_counter()
         with torch.no_grad():
             finishes = [start() for start in starts]
             for finish in finishes:
-                finish()
-        if turn:
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+                buffers.give(finish())
+
+    return move
+
+
+def _alone(exe: Executable, strategy: Strategy, direction: Direction, rounds: int) -> float:
+    move = transfers(exe, strategy, direction)
+    seconds = []
+    for turn in range(1 + rounds):
+        if dist.is_initialized():
+            dist.barrier()
+        seconds.append(timed(move, turn, exe.world.device))
+    return statistics.median(seconds[1:])
 
 
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:

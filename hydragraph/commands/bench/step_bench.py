@@ -6,30 +6,29 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 
-from hydragraph.commands.bench.bench_models import LlamaShape, draw_sequences, mixed_lengths, training_flops
+from hydragraph.commands.bench.bench_models import LlamaShape, draw_sequences, mixed_lengths
 from hydragraph.commands.bench.bench_table import BenchReport, PictureBar, Target
 from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
 from hydragraph.commands.bench.eager_baselines import Baseline, baselines
 from hydragraph.commands.bench.interleaved_timing import WARM_UP, Side, alternate, peak_bytes
+from hydragraph.commands.bench.link_measure import transfers
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.link_bytes import DIRECTIONS
 from hydragraph.engine import api
 from hydragraph.engine.executable import Executable
-from hydragraph.ir.layout import whole
 from hydragraph.ir.program import Program
 from hydragraph.kernels.adamw import AdamW
 from hydragraph.planner.quick_plan import assign
-from hydragraph.report.simulation_price import price
-from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
-from hydragraph.runtime.streams import streams_of
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from hydragraph.spec.known_devices import KNOWN, Datasheet
+from hydragraph.spec.known_devices import Datasheet, sheet_of
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.model_flops import step_flops
 
 COLUMNS = ("side", "ms", "tokens/s", "TFLOP/s", "MFU %", "peak MB", "loss", "gradient norm")
 OURS = "hydragraph"
@@ -83,19 +82,21 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     try:
         times, notes = _measure(exe, others, settings, tell)
         tell("pulls and pushes without computation")
-        linked = link_seconds(exe, settings.device, settings.rounds)
+        links: dict[str, Side] = {way: transfers(exe, strategy, way) for way in DIRECTIONS}
+        seconds = alternate(links, settings.device, settings.rounds)
+        linked = (seconds["pull"], seconds["push"])
     finally:
         exe.close()
     timed_rounds = range(WARM_UP, WARM_UP + settings.rounds)
-    sheet = _datasheet_of(settings.device, ceilings)
+    batches = [[len(s) for s in settings.sequences(turn)] for turn in timed_rounds]
+    sheet = sheet_of(ceilings.device)
     if sheet is not None:
-        batches = [[len(s) for s in settings.sequences(turn)] for turn in timed_rounds]
-        predicted = _mean([predicted_seconds(exe.program, strategy, lengths, sheet) for lengths in batches])
+        predicted = fmean(predicted_seconds(exe.program, strategy, lengths, sheet) for lengths in batches)
         notes.append(
             f"The GPU's datasheet predicts {predicted * 1e3:.4g} ms for hydragraph's step, "
             f"{predicted / times[OURS].seconds - 1:+.0%} relative to the measured time."
         )
-    flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
+    flops = fmean(step_flops(exe.program, lengths) for lengths in batches)
     return _report(settings, ceilings, model, times, linked, flops, notes)
 
 
@@ -104,15 +105,7 @@ def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[in
     unused = Interconnect(1e12, 0.0)
     cluster = Cluster((device,), unused, unused)
     costs = Costs(datasheet(program, cluster, degrees=(1,)), cluster)
-    return price(costs, strategy, assign(strategy, lengths)).seconds
-
-
-def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
-    alike = [sheet for sheet in KNOWN.values() if sheet.flops_per_s == ceilings.nominal_flops_per_s]
-    if not alike:
-        return None
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return min(alike, key=lambda sheet: abs(sheet.memory_bytes - memory))
+    return costs.simulate(strategy, assign(strategy, lengths)).seconds
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:
@@ -162,33 +155,6 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
                 raise ValueError(f"{name}: {what} is {a:.6g}, but {b:.6g} for the eager model on packed batches")
 
 
-def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return the total seconds of all pulls, and of all pushes, without computation."""
-    streams = streams_of(device, exe.world.backend, 1)
-    buffers = Buffers(device, streams)
-    links = {}
-    for name, home in exe.home.layouts.items():
-        here = whole(home.size, 0)
-        links[name] = (pull_exchange(home, here, 0, 1, device), push_exchange(here, home, 0, 1, device))
-
-    def pull(turn: int) -> None:
-        for name, (exchange, _) in links.items():
-            buffers.give(start_pull(exchange, exe.home.weights[name], exe.program.dtype, exe.groups, buffers)())
-
-    def push(turn: int) -> None:
-        for name, (_, exchange) in links.items():
-            gradient = exe.home.gradients[name]
-            start_push(exchange, gradient, gradient, exe.groups, buffers)()
-
-    with torch.no_grad():
-        seconds = alternate({"pull": pull, "push": push}, device, rounds)
-    return seconds["pull"], seconds["push"]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _report(
     settings: StepSettings,
     ceilings: Ceilings,
@@ -210,7 +176,7 @@ def _report(
     share = 100 * sum(linked) / sides[OURS].seconds
     said = (
         f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}, and counts only the "
-        "unmasked half of attention, without recomputation (training_flops).",
+        "unmasked half of attention, without recomputation (step_flops).",
         f"Sequence lengths are {settings.shortest} to {settings.longest}, drawn again in every round. Times are "
         f"medians of {settings.rounds} rounds in which all sides run in turn. tokens/s does not count padding.",
         _precision(settings),

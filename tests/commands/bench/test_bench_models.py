@@ -1,4 +1,4 @@
-"""Models and lengths of benchmarks, and the operations that a step is said to cost."""
+"""Models and lengths of benchmarks."""
 
 from __future__ import annotations
 
@@ -8,40 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from hydragraph.commands.bench.bench_models import (
-    SHAPES,
-    LlamaShape,
     draw_sequences,
     meta_model,
     mixed_lengths,
-    training_flops,
 )
 from tests.commands.tiny import write
-
-
-@pytest.mark.parametrize("length", [8, 33])
-def test_operations_are_those_that_pytorch_counts(length: int) -> None:
-    """PyTorch counts the whole square of attention; in some versions also positions times frequencies, one product."""
-    shape = LlamaShape(hidden=32, intermediate=80, layers=3, heads=4, kv_heads=2, vocabulary=50)
-    model = shape.build("cpu")
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    ids = torch.randint(0, 50, (1, length))
-    with FlopCounterMode(display=False) as counted:
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
-    rotations = 2 * (shape.hidden // shape.heads // 2) * length
-    assert counted.get_total_flops() - training_flops(model, [length], causal=False) in (0, rotations)
-
-
-TINY = SHAPES["tiny"].build("meta")
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=4))
-def test_a_causal_mask_halves_attention_and_lengths_are_squared_one_by_one(lengths: list[int]) -> None:
-    squares = 2 * 64 * sum(n * n for n in lengths)
-    assert training_flops(TINY, lengths, causal=False) - training_flops(TINY, lengths) == 6 * squares
-    assert training_flops(TINY, lengths) == sum(training_flops(TINY, [n]) for n in lengths)
 
 
 def test_named_models_have_the_sizes_of_their_names() -> None:
