@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from hydragraph.commands.compile_files import Summary
     from hydragraph.private.absent_gpu import BuiltKernel
     from hydragraph.runtime.deterministic_sums import Deterministic
-    from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
     "Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' "
@@ -127,7 +126,7 @@ def compile_quietly(
 ) -> Summary:
     import torch
 
-    from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
+    from hydragraph.commands.compile_ahead import Compiler
     from hydragraph.commands.compile_files import summarise, write_folder
     from hydragraph.commands.compile_kernels import KernelsFile
     from hydragraph.engine.candidate_strategies import home_on
@@ -141,8 +140,11 @@ def compile_quietly(
     from hydragraph.frontend.meta_initialiser import initial_buffers
     from hydragraph.frontend.packed_inputs import token_cross_entropy
     from hydragraph.ir.home_layout import HomeLayouts
+    from hydragraph.kernels.gpu_arch import arch_of
     from hydragraph.passes.compile_with_inductor import TUNED, choose_backend
+    from hydragraph.private.absent_gpu import absent_gpu
     from hydragraph.runtime.deterministic_sums import Deterministic
+    from hydragraph.spec.strategy import Strategy
     from hydragraph.train.model import adapted, captured_loss, skeleton
 
     quieten()
@@ -162,17 +164,20 @@ def compile_quietly(
         line = check_here(checked, config.check)
         seconds = time.perf_counter() - began
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
-        parsed = [_parsed(text, program.layers) for text in config.strategies]
-        usable = [strategy for strategy in parsed if not isinstance(strategy, CompiledStrategy)]
+        usable = []
+        for text in config.strategies:
+            with suppress(ValueError):  # `_compiled` reports it
+                usable.append(Strategy.read(text, program.layers))
         home = home_on(program, usable, config.home, [0] * config.ranks)
         owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)
         built: dict[str, BuiltKernel] | None = None if arch is None else {}
+        gpu = nullcontext() if arch is None or built is None else absent_gpu(arch_of(arch), built)
         tell = lambda what: bar.update(task, advance=1, description=escape(what))  # noqa: E731
         compiler = Compiler(program, owners, chosen, device, tell, built)
         bar.update(task, total=compiler.steps(usable))
-        with _threads_of_a_rank(config.ranks), _gpu(arch, built):
+        with _threads_of_a_rank(config.ranks), gpu:
             sums = Deterministic("") if config.deterministic else None
-            compiled = [_compiled(compiler, strategy, micro_batches, sums) for strategy in parsed]
+            compiled = [_compiled(compiler, text, program.layers, micro_batches, sums) for text in config.strategies]
         summary = summarise(program, compiler, compiled, str(owners.home), seconds)
         write_folder(output, program, summary, compiler.variants, compiled)
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
@@ -193,15 +198,6 @@ def compile_quietly(
     return summary
 
 
-def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractContextManager[None]:
-    if arch is None or built is None:
-        return nullcontext()
-    from hydragraph.kernels.gpu_arch import arch_of
-    from hydragraph.private.absent_gpu import absent_gpu
-
-    return absent_gpu(arch_of(arch), built)
-
-
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
     """Use a rank's number of threads, on which Inductor's CPU code depends."""
@@ -217,29 +213,21 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
-    from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
-    from hydragraph.spec.strategy import Strategy
-
-    try:
-        return Strategy.read(text, layers)
-    except ValueError as error:
-        return CompiledStrategy(StrategyRecord(text, problem=str(error)), None)
-
-
 def _compiled(
-    compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str, sums: Deterministic | None
+    compiler: Compiler, text: str, layers: int, micro_batches: str, sums: Deterministic | None
 ) -> CompiledStrategy:
     from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
     from hydragraph.engine.compiled_model import check_modes
+    from hydragraph.spec.strategy import Strategy
 
-    if isinstance(parsed, CompiledStrategy):
-        return parsed
+    name = text
     try:
-        check_modes([parsed], compiler.backend, sums)
-        return compiler.compile(parsed, read_counts(micro_batches, len(parsed.pipelines)))
+        strategy = Strategy.read(text, layers)
+        name = strategy.name
+        check_modes([strategy], compiler.backend, sums)
+        return compiler.compile(strategy, read_counts(micro_batches, len(strategy.pipelines)))
     except ValueError as error:
-        return CompiledStrategy(StrategyRecord(parsed.name, problem=str(error)), None)
+        return CompiledStrategy(StrategyRecord(name, problem=str(error)))
 
 
 def _print_variants(summary: Summary) -> None:

@@ -98,7 +98,7 @@ class CompiledStrategy:
     """A strategy's record, and the ranks' programs if the strategy compiled."""
 
     record: StrategyRecord
-    programs: RankPrograms | None
+    programs: RankPrograms | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,7 @@ class Compiler:
             Variants(program, "min_cut", backend, device, _KEPT, fused_head=True, cache=cache) if inductor else None
         )
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
-        first: dict[str, Block] = {}
-        for block in program.blocks:
-            first.setdefault(block.template, block)
-        self._first: Mapping[str, Block] = first
+        self._first = {block.template: block for block in reversed(program.blocks)}
 
     @property
     def variants(self) -> tuple[CompiledVariant, ...]:
