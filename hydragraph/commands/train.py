@@ -270,19 +270,19 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
     from hydragraph.cluster.supervision.coordinator import nodes_of
 
     nodes = nodes_of(os.environ, elected=store is not None) if several else None
-    if nodes is None and store is not None:
+    if nodes is None:
+        if store is None:
+            return None
         raise ValueError(
             f"--store {store} is for several machines: set 'elastic: {{copies: 2}}', and start one process per machine "
             "with torchrun (--nproc-per-node 1), or with RANK and WORLD_SIZE set"
         )
-    if nodes is not None and config.ranks < nodes.count:
+    if config.ranks < nodes.count:
         raise ValueError(
             f"'ranks' is {config.ranks}, but there are {nodes.count} machines: set at least one rank per machine"
         )
-    if nodes is not None:
-        fills = isinstance(config.ranks, RanksIfEqual)
-        nodes = replace(nodes, devices=max(own_gpus(config.device), 1), fills=fills)
-    return nodes if nodes is None or store is None else _electing(config, nodes, store)
+    nodes = replace(nodes, devices=max(own_gpus(config.device), 1), fills=isinstance(config.ranks, RanksIfEqual))
+    return nodes if store is None else _electing(config, nodes, store)
 
 
 def _electing(config: TrainConfig, nodes: Nodes, store: str) -> Nodes:

@@ -92,14 +92,12 @@ def _draw_layers(axes: Any, plan: Plan, costs: Costs, rows: list[int | None]) ->
 
 def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_StageBar]:
     for i, pipeline in enumerate(plan.strategy.pipelines):
-        first = 0
-        for j, stage in enumerate(pipeline.stages):
-            last = first + stage.layers
+        for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
             at = sorted(rows.index(rank) for rank in stage.devices)
             for _, run in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
                 together = [row for _, row in run]
+                last = first + stage.layers
                 yield _StageBar(together[0], together[-1], first, last, i, _stage_text(i, j, stage))
-            first = last
 
 
 def _stage_text(pipeline: int, number: int, stage: Stage) -> str:

@@ -43,15 +43,11 @@ def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> R
         Contender(strategy.name, record["seconds"], None, tuple(record["micro_batches"]), origin=_found(record)),
         *(Contender(r["strategy"], r["seconds"], why=r["why"], origin=_found(r)) for r in record["rivals"]),
     )
-    source = [
-        record["source"],
-        "" if simulated else "hydragraph plan --report adds the plan's timeline, memory and traffic",
-    ]
+    hint = () if simulated else ("hydragraph plan --report adds the plan's timeline, memory and traffic",)
+    source = tuple(filter(None, (record["source"], *hint)))
     words = tuple(record["text"].splitlines())
-    return ReportContents(
-        "plan", title, tuple(filter(None, source)), _facts(record, strategy, own), contenders, (shown, *drawn),
-        words=words,
-    )  # fmt: skip
+    facts = _facts(record, strategy, own)
+    return ReportContents("plan", title, source, facts, contenders, (shown, *drawn), words=words)
 
 
 def _found(record: Mapping[str, Any]) -> str:

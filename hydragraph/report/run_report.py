@@ -32,31 +32,19 @@ def run_report(
     """Return the report of a run of at least one step; `traced` contains its costs and trace."""
     names = strategy_names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
-    steps = tuple(metrics)
     contenders = _contenders(metrics)
     changes = happened(metrics, events)
     facts = _facts(metrics) if changes is None else (*_facts(metrics), *cost_facts(metrics, events))
+    words = _explanations(metrics)
+    contents = ReportContents("run", title, (_UNTRACED,), facts, contenders, (), tuple(metrics), changes, words=words)
     if traced is None:
-        return ReportContents(
-            "run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=changes, words=_explanations(metrics)
-        )
+        return contents
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
     last = {step.strategy: step for step in trace.steps}  # a strategy's last step includes no compilation
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
-    return ReportContents(
-        "run",
-        title,
-        (_TRACED,),
-        facts,
-        contenders,
-        panels,
-        steps,
-        changes,
-        compare(costs, trace),
-        _explanations(metrics),
-    )
+    return replace(contents, source=(_TRACED,), panels=panels, against=compare(costs, trace))
 
 
 def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:

@@ -72,10 +72,8 @@ def _mistake(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {remedy.replace('FOUND', repr(found))}"
 
 
-def load_record(
-    cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
-) -> Record:
-    return checked_record(cls, load_yaml(path), path, name, hints)
+def load_record(cls: type[Record], path: str | Path) -> Record:
+    return checked_record(cls, load_yaml(path), path, "", {})
 
 
 def checked_record(cls: type[Record], data: object, path: str | Path, name: str, hints: Mapping[str, str]) -> Record:
