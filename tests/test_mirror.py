@@ -31,6 +31,7 @@ ELSEWHERE = {
     "cluster/processes/rank_process.py": ("cluster/test_launch.py", "ranks from inside"),
     "cluster/rendezvous/member.py": ("engine/test_recovery.py", "ranks that meet again, leave and come"),
     "cluster/rendezvous/store_registers.py": ("engine/test_recovery.py", "what ranks and their supervisor say"),
+    "commands/bench/bench_options.py": ("commands/bench/test_command.py", "what is asked for is written"),
     "commands/bench/bench_picture.py": ("commands/bench/test_bench_table.py", "a report as a picture"),
     "commands/bench/eager_baselines.py": ("commands/bench/test_step_bench.py", "each side trains as hydragraph does"),
     "commands/bench/kernel_cases.py": (

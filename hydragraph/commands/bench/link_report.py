@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from hydragraph.cluster.launch import launch
 from hydragraph.commands.bench.bench_models import meta_model
+from hydragraph.commands.bench.bench_options import BenchLinkOptions
 from hydragraph.commands.bench.bench_table import BenchReport, Cell, PictureBar
 from hydragraph.commands.bench.link_measure import measure_rank, over_ranks
 from hydragraph.commands.bench.link_overlap import Overlap, simulated
@@ -22,7 +22,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.weight_layouts import layouts
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.default_cluster import default_cluster
-from hydragraph.spec.home import EQUAL, Home
+from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = (
@@ -32,28 +32,8 @@ COLUMNS = (
 HOME = "home"
 MATRIX_RANKS = 8
 MEASURED_RANKS = 4
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """Settings of `bench link`: the two strategies of a switch, and how to measure the switch.
-
-    Attributes:
-        source: strategy whose gradients are pushed; "home": no push.
-        target: strategy whose weights are pulled; "home": no pull.
-    """
-
-    model: str
-    source: str
-    target: str
-    dtype: torch.dtype
-    cluster: Cluster | None = None
-    tokens: int = 4096
-    micro_batches: int = 4
-    measure: bool = False
-    measured_tokens: int = 512
-    rounds: int = 5
-    home: Home = EQUAL
+MEASURED_TOKENS = 512
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -68,71 +48,69 @@ class _Leg:
         return f"{self.direction}: {ends[0]} -> {ends[1]}"
 
 
-def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
+def bench_link(options: BenchLinkOptions, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
     """Report bytes and seconds of a push from one strategy and a pull to another.
 
     Raises:
         ValueError: a strategy does not fit the model or the cluster, or `source` and `target` are both "home".
     """
-    if settings.source == settings.target == HOME:
+    if options.source == options.target == HOME:
         raise ValueError("--from home --to home has no traffic: name a strategy, such as --to '<tp2,pp1>'")
+    cluster = None if options.cluster is None else Cluster.load(options.cluster)
+    home = Home.parse(options.home)
     tell("capturing the model")
-    program = capture(meta_model(settings.model), dtype=settings.dtype)
-    strategies = _strategies(settings, program)
-    ranks = _ranks(settings, [strategy for _, strategy in strategies])
-    cluster = settings.cluster or default_cluster(ranks)
-    settings.home.check(ranks, [bucket.name for bucket in program.buckets])
+    program = capture(meta_model(options.model), dtype=getattr(torch, options.dtype))
+    ways = _strategies(options, program)
+    strategies = [strategy for _, strategy in ways]
+    ranks = 1 + max(device for strategy in strategies for device in strategy.devices)
+    for strategy in strategies:
+        strategy.check(program.layers, ranks, program.heads)
+    cluster = cluster or default_cluster(ranks)
+    _check_ranks(cluster, ranks, options.measure)
+    home.check(ranks, [bucket.name for bucket in program.buckets])
     nodes = [device.node for device in cluster.devices]
-    settings = replace(settings, home=home_on(program, [strategy for _, strategy in strategies], settings.home, nodes))
-    owners = HomeLayouts(settings.home.on(nodes), ranks)
-    homes = owners.by_name(program.buckets)
-    placed = {strategy: layouts(program, strategy, homes) for _, strategy in strategies}
-    legs = [_Leg(way, strategy, traffic(program, placed[strategy], way)) for way, strategy in strategies]
+    home = home_on(program, strategies, home, nodes)
+    homes = HomeLayouts(home.on(nodes), ranks).by_name(program.buckets)
+    legs = [_Leg(way, used, traffic(program, layouts(program, used, homes), way)) for way, used in ways]
     rows: list[tuple[Cell, ...]] = []
     bars: list[PictureBar] = []
     for leg in legs:
         tell(f"simulating {leg.name}")
-        sizes = (settings.tokens, settings.micro_batches)
-        prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, settings.home)
+        sizes = (options.tokens, options.micro_batches)
+        prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, home)
         rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
         bars += [
             PictureBar(leg.name, "alone", 1e3 * prediction.alone_s),
             PictureBar(leg.name, "exposed", 1e3 * prediction.exposed_s),
         ]
-    notes = list(_notes(settings, program, cluster, ranks))
-    if settings.measure:
+    notes = list(_notes(options, program, cluster, ranks))
+    if options.measure:
         tell(f"measuring on {ranks} local ranks")
-        rows += _measured(settings, legs, ranks)
+        rows += _measured(options.model, home, legs, ranks)
         notes.append(
-            f"Measured on {ranks} local ranks over gloo in fp32 with {settings.measured_tokens} tokens: medians of "
-            f"{settings.rounds} steps, averaged over ranks. Computation and messages share the CPU cores."
+            f"Measured on {ranks} local ranks over gloo in fp32 with {MEASURED_TOKENS} tokens: medians of "
+            f"{ROUNDS} steps, averaged over ranks. Computation and messages share the CPU cores."
         )
     blocks = tuple(_matrix(leg, ranks) for leg in legs if 1 < ranks <= MATRIX_RANKS)
     count = sum(b.size for b in program.buckets)
     size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
-    title = f"Link, {settings.model}, {size} parameters, {ranks} ranks"
+    title = f"Link, {options.model}, {size} parameters, {ranks} ranks"
     return BenchReport(title, COLUMNS, tuple(rows), tuple(notes), blocks, (), tuple(bars), "ms (simulated)")
 
 
-def _strategies(settings: LinkSettings, program: Program) -> list[tuple[Direction, Strategy]]:
-    ends: tuple[tuple[Direction, str], ...] = (("push", settings.source), ("pull", settings.target))
-    chosen = [(d, Strategy.read(text, program.layers)) for d, text in ends if text != HOME]
-    ranks = 1 + max(device for _, strategy in chosen for device in strategy.devices)
-    for _, strategy in chosen:
-        strategy.check(program.layers, ranks, program.heads)
-    return chosen
+def _strategies(options: BenchLinkOptions, program: Program) -> list[tuple[Direction, Strategy]]:
+    ends: tuple[tuple[Direction, str], ...] = (("push", options.source), ("pull", options.target))
+    return [(d, Strategy.read(text, program.layers)) for d, text in ends if text != HOME]
 
 
-def _ranks(settings: LinkSettings, strategies: Sequence[Strategy]) -> int:
-    ranks = 1 + max(device for strategy in strategies for device in strategy.devices)
-    if settings.cluster is not None and len(settings.cluster.devices) != ranks:
-        has = len(settings.cluster.devices)
+def _check_ranks(cluster: Cluster, ranks: int, measure: bool | None) -> None:
+    if len(cluster.devices) != ranks:
         raise ValueError(
-            f"--cluster has {has} devices, but the strategies have {ranks} ranks: give one device per rank"
+            f"--cluster has {len(cluster.devices)} devices, but the strategies have {ranks} ranks: give one device per "
+            "rank"
         )
-    if settings.measure and ranks > MEASURED_RANKS:
+    if measure and ranks > MEASURED_RANKS:
         raise ValueError(f"--measure runs up to {MEASURED_RANKS} local ranks, not {ranks}: use --no-measure")
-    return ranks
 
 
 def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
@@ -141,9 +119,9 @@ def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
     return (leg.name, how, *sizes, *times, overlap.percent)
 
 
-def _measured(settings: LinkSettings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
+def _measured(model: str, home: Home, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
     strategies = tuple(leg.strategy for leg in legs)
-    args: tuple[Any, ...] = (settings.model, strategies, settings.measured_tokens, settings.rounds, settings.home)
+    args = (model, strategies, MEASURED_TOKENS, ROUNDS, home)
     if ranks == 1:
         per_rank = [measure_rank(*args)]
     else:
@@ -155,7 +133,7 @@ def _measured(settings: LinkSettings, legs: Sequence[_Leg], ranks: int) -> list[
     return rows
 
 
-def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
+def _notes(options: BenchLinkOptions, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
     name = str(program.dtype).removeprefix("torch.")
     device = cluster.devices[0]
     inner = cluster.node(cluster.node_of(0)).inner
@@ -163,7 +141,7 @@ def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: in
     return (
         f"The bytes are exact. Weights are pulled in {name}, and gradients are pushed in fp32. Elements that a rank "
         "both owns and uses are copied locally.",
-        f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens per "
+        f"Simulated: {what} within a node; {options.micro_batches} micro-batches of {options.tokens:,} tokens per "
         'pipeline. "alone" is the time without computation, "exposed" is the time added to the step, and "overlapped" '
         "is 1 - exposed / alone. Computation times come from a datasheet. Streams share ports and network cards.",
     )
