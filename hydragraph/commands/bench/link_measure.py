@@ -112,7 +112,7 @@ def transfers(exe: Executable, strategy: Strategy, direction: Direction) -> Side
         else:
             push = push_exchange(placed.used, placed.home, rank, ranks, device)
             handing = hand_exchange(placed.home, rank, ranks, device)
-            gradients = torch.zeros(push.source, device=device)
+            gradients = shard if push.is_identity else torch.zeros(push.source, device=device)
             starts.append(partial(start_push, push, gradients, shard, exe.groups, buffers, handing))
 
     def move(turn: int) -> None:
