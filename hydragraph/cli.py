@@ -6,12 +6,13 @@ Each command imports its modules only when it runs, so that `--help` is fast.
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
@@ -40,7 +41,7 @@ from hydragraph.commands import (
     train,
     verify,
 )
-from hydragraph.commands.bench.command import bench_app
+from hydragraph.commands.bench.command import COMMANDS as BENCH_COMMANDS
 from hydragraph.commands.launch_process import launched
 from hydragraph.commands.options import check_read, check_written
 from hydragraph.errors import CallbackFailure, EndedElsewhere, RankFailure, StillCompiling, Unreachable
@@ -49,22 +50,22 @@ from hydragraph.version import __version__
 # Exit codes for a user's mistake and for a failed run.
 _MISTAKE, _FAILED = 2, 1
 
-_VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
-    ("train", train.train_command, train.EXAMPLE),
-    ("chaos", chaos.chaos_command, None),
-    ("check", check.check_command, check.EXAMPLE),
-    ("verify", verify.verify_command, None),
-    ("show", show.show_command, show.EXAMPLE),
-    ("compile", compile.compile_command, compile.EXAMPLE),
-    ("simulate", simulate.simulate_command, simulate.EXAMPLE),
-    ("compare", compare.compare_command, compare.EXAMPLE),
-    ("report", report.report_command, report.EXAMPLE),
-    ("profile", profile.profile_command, profile.EXAMPLE),
-    ("devices", devices.devices_command, devices.EXAMPLE),
-    ("plan", plan.plan_command, plan.EXAMPLE),
-    ("export", export.export_command, export.EXAMPLE),
-    ("init", init.init_command, init.EXAMPLE),
-)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train.train_command,
+    "chaos": chaos.chaos_command,
+    "check": check.check_command,
+    "verify": verify.verify_command,
+    "show": show.show_command,
+    "compile": compile.compile_command,
+    "simulate": simulate.simulate_command,
+    "compare": compare.compare_command,
+    "report": report.report_command,
+    "profile": profile.profile_command,
+    "devices": devices.devices_command,
+    "plan": plan.plan_command,
+    "export": export.export_command,
+    "init": init.init_command,
+}
 
 
 def _print_version(asked: bool) -> None:
@@ -94,10 +95,21 @@ def _app() -> typer.Typer:
         help="Train one PyTorch model on many uneven devices.", no_args_is_help=True, pretty_exceptions_enable=False
     )
     typer_app.callback()(_options)
-    for name, function, example in _VERBS:
-        typer_app.command(name, epilog=example)(_in_sentences(function))
-    typer_app.add_typer(bench_app(_in_sentences), name="bench")
+    _add(typer_app, _COMMANDS)
+    bench = typer.Typer(
+        help="Measure kernels, strategy switches and training steps; sizes are small on a CPU.", no_args_is_help=True
+    )
+    _add(bench, BENCH_COMMANDS)
+    typer_app.add_typer(bench, name="bench")
     return typer_app
+
+
+def _add(typer_app: typer.Typer, commands: Mapping[str, Callable[..., None]]) -> None:
+    """Add commands to an app; docstrings are help texts, whose examples come last."""
+    for name, function in commands.items():
+        text, heading, example = (inspect.getdoc(function) or "").partition("\n\nExample")
+        epilog = " ".join(f"{heading}{example}".split())
+        typer_app.command(name, help=text, epilog=epilog)(_in_sentences(function))
 
 
 def _options(

@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.strategy import Strategy
 
-EXAMPLE = (
-    "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. "
-    "With --profile profile.json, seconds are predicted from measurements."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(ConfigOptions):
@@ -88,6 +83,9 @@ def check_command(options: CheckOptions) -> None:
     `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
     that kernel launches take, and the number of tokens below which they take more than half. The exit code is 1 if a
     strategy exceeds the memory, or if the data would make training on this machine fail.
+
+    Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. With
+    --profile profile.json, seconds are predicted from measurements.
     """
     from hydragraph.train.plan_input import CostFiles, read_costs
 

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from hydragraph.spec.cluster import Cluster
     from hydragraph.train.plan_input import CostFiles
 
-EXAMPLE = (
-    "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
-    "hydragraph compare runs/demo --profile profile.json. The last command writes runs/demo/corrections.json: pass "
-    "it to simulate, check and plan as --corrections."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(CommonOptions):
@@ -53,6 +47,10 @@ def compare_command(options: CompareOptions) -> None:
     as waiting for ranks, and the rest as transfer. The first step of each strategy is excluded, because it includes
     compilation. --profile and --cluster default to the config's plan.profile and plan.cluster. Without a cluster, the
     devices are those of the profile; without both, they are H200s.
+
+    Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then hydragraph
+    compare runs/demo --profile profile.json. The last command writes runs/demo/corrections.json: pass it to simulate,
+    check and plan as --corrections.
     """
     from hydragraph.train.run_folder import RunFolder
 

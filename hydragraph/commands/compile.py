@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from hydragraph.private.absent_gpu import BuiltKernel
     from hydragraph.runtime.deterministic_sums import Deterministic
 
-EXAMPLE = (
-    "Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' "
-    "--output compiled, then read compiled/graphs and compiled/strategies."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions(ConfigOptions):
@@ -79,6 +74,9 @@ def compile_command(options: CompileOptions) -> None:
 
     The output folder contains the program, each rank's instructions, each graph as Python code, and a summary. The exit
     code is 1 if a strategy cannot be compiled.
+
+    Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' --output
+    compiled, then read compiled/graphs and compiled/strategies.
     """
     from hydragraph.commands.compile_files import check_folder
     from hydragraph.kernels.gpu_arch import arch_of

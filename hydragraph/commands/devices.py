@@ -12,11 +12,6 @@ from hydragraph.commands.options import CommonOptions, check_written, option, ve
 if TYPE_CHECKING:
     from hydragraph.engine.discovery import Discovered
 
-EXAMPLE = (
-    "Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file, and run hydragraph plan "
-    "--cluster cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesOptions(CommonOptions):
@@ -34,6 +29,9 @@ def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
     Training with `strategies: auto` makes the same measurements. Speeds are measured with small fp32 matrix products.
+
+    Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file, and run hydragraph plan --cluster
+    cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices.
     """
     output = options.output
     check_written("--output", output)

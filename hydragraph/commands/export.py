@@ -7,8 +7,6 @@ from pathlib import Path
 
 from hydragraph.commands.options import CommonOptions, argument, option, verb
 
-EXAMPLE = "Example: hydragraph export runs/demo --step 40 --to demo-model, then load demo-model with from_pretrained."
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CommonOptions):
@@ -21,7 +19,10 @@ class ExportOptions(CommonOptions):
 
 @verb
 def export_command(options: ExportOptions) -> None:
-    """Write the model of a run's checkpoint, and its tokenizer, as a directory that transformers loads."""
+    """Write the model of a run's checkpoint, and its tokenizer, as a directory that transformers loads.
+
+    Example: hydragraph export runs/demo --step 40 --to demo-model, then load demo-model with from_pretrained.
+    """
     from hydragraph.commands.launch_process import quieten
     from hydragraph.commands.train import read_step
 

@@ -9,11 +9,6 @@ from hydragraph.commands.config_or_data import first_config
 from hydragraph.commands.options import CommonOptions, argument, check_written, option, verb
 from hydragraph.train.available_devices import devices_here
 
-EXAMPLE = (
-    "Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph "
-    "check hydragraph.yaml and hydragraph train hydragraph.yaml."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions(CommonOptions):
@@ -26,7 +21,11 @@ class InitOptions(CommonOptions):
 
 @verb
 def init_command(options: InitOptions) -> None:
-    """Write a commented config for your data, your model and this machine's devices."""
+    """Write a commented config for your data, your model and this machine's devices.
+
+    Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph check
+    hydragraph.yaml and hydragraph train hydragraph.yaml.
+    """
     to = options.to
     if to.exists() and (to.is_dir() or not options.overwrite):
         fix = "name a file with --to" if to.is_dir() else "replace it with --overwrite, or name another file with --to"

@@ -9,16 +9,6 @@ from hydragraph.commands.plan_devices import plan_devices
 from hydragraph.commands.plan_options import TOKENS, PlanOptions
 from hydragraph.commands.progress import progress
 
-EXAMPLE = (
-    "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
-    "plan.yaml, where cluster.yaml lists device types and nodes (see docs/planner.md), and run.yaml is a config of "
-    "hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from "
-    "hydragraph profile --type NAME. Rank 3 slow, rank 5 lost: --health health.yaml with {3: 2.57, 5: inf}. "
-    "Equal devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
-    "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
-    "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'."
-)
-
 
 @verb
 def plan_command(options: PlanOptions) -> None:
@@ -31,6 +21,14 @@ def plan_command(options: PlanOptions) -> None:
     For devices that differ in type, memory or current speed (--cluster), the plan assigns devices to pipelines and
     stages, and divides layers, data and state among them. The command prints the plan, a lower bound on its time, and
     rival plans. First write the cluster file and, to use measured speeds, measure a profile on each type of device.
+
+    Examples. Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output
+    plan.yaml, where cluster.yaml lists device types and nodes (see docs/planner.md), and run.yaml is a config of
+    hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from
+    hydragraph profile --type NAME. Rank 3 slow, rank 5 lost: --health health.yaml with {3: 2.57, 5: inf}. Equal
+    devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 --explain
+    --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per line. To try a
+    strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'.
     """
     options.check()
     if options.cluster is None:

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
 
-EXAMPLE = (
-    "Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --output profile.json, then "
-    "hg.Profile.load('profile.json'). Under torchrun, the command measures on the ranks that torchrun started."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(ConfigOptions):
@@ -56,6 +51,9 @@ def profile_command(options: ProfileOptions) -> None:
 
     Each distinct block of the model is timed once per kind of stage and micro-batch size. A stage's time is the
     sum over its blocks.
+
+    Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --output profile.json, then
+    hg.Profile.load('profile.json'). Under torchrun, the command measures on the ranks that torchrun started.
     """
     config = options.load()
     check_written("--output", options.out)

@@ -29,12 +29,6 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.report.facts import ReportContents
 
-EXAMPLE = (
-    "Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo "
-    "shows a run, with timelines if it was trained with --trace; hydragraph report plan.json shows what hydragraph "
-    "plan --cluster cluster.yaml --json wrote."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(CommonOptions):
@@ -62,6 +56,10 @@ def report_command(options: ReportOptions) -> None:
     For a config, the report simulates the strategies. For a plan, it explains why rivals are worse. For a run, it shows
     losses, speed, and which ranks were lost, slow or new; for a traced run, it also compares predicted and measured
     times. The file is self-contained.
+
+    Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo shows
+    a run, with timelines if it was trained with --trace; hydragraph report plan.json shows what hydragraph plan
+    --cluster cluster.yaml --json wrote.
     """
     source = options.source
     if not source.exists():

@@ -27,12 +27,6 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.commands.show_folder import ShownFolder, ShownStrategy
 
-EXAMPLE = (
-    "Example: hydragraph compile examples/demo.yaml --output compiled, then hydragraph show compiled --memory, "
-    "hydragraph show compiled --parameter model.norm.weight, hydragraph show compiled --strategy 2 --rank 3, "
-    "hydragraph show compiled --strategy 1 --diff 2, hydragraph show compiled --schedule --output schedule.svg."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(CommonOptions):
@@ -98,6 +92,10 @@ def show_command(options: ShowOptions) -> None:
 
     A folder is shown without tracing the model. A config is compiled first for --parameter, --memory, --traffic,
     --schedule and --diff.
+
+    Example: hydragraph compile examples/demo.yaml --output compiled, then hydragraph show compiled --memory, hydragraph
+    show compiled --parameter model.norm.weight, hydragraph show compiled --strategy 2 --rank 3, hydragraph show
+    compiled --strategy 1 --diff 2, hydragraph show compiled --schedule --output schedule.svg.
     """
     options.check()
     source = options.source

@@ -46,12 +46,6 @@ if TYPE_CHECKING:
     from hydragraph.spec.strategy import Strategy
     from hydragraph.train.plan_input import CostFiles
 
-EXAMPLE = (
-    "Example: hydragraph simulate examples/demo.yaml --devices 4 --picture simulated.png --trace simulated.json, where "
-    "the picture compares the best strategies, and https://ui.perfetto.dev opens the trace. For your own devices: "
-    "--cluster cluster.yaml, a file that hg.Cluster.save wrote."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions):
@@ -143,6 +137,10 @@ def simulate_command(options: SimulateOptions) -> None:
     the exact bytes on every link; transfers share ports and network cards. "busy" is the fraction of the iteration in
     which a rank computes, including tensor-parallel traffic. "exposed" is the time that computation waits for weights
     (pull), gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
+
+    Example: hydragraph simulate examples/demo.yaml --devices 4 --picture simulated.png --trace simulated.json, where
+    the picture compares the best strategies, and https://ui.perfetto.dev opens the trace. For your own devices:
+    --cluster cluster.yaml, a file that hg.Cluster.save wrote.
     """
     from hydragraph.cost.what_if import slowed, what_if
     from hydragraph.spec.health import Health

@@ -40,12 +40,6 @@ if TYPE_CHECKING:
     from hydragraph.train.train_state import RunOutcome
 
 
-EXAMPLE = (
-    "Example: hydragraph train chats.jsonl models/Qwen2.5-0.5B writes hydragraph.yaml, plans for your devices and "
-    "trains; hydragraph train hydragraph.yaml trains with this file after you have changed it."
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(CommonOptions):
     paths: list[Path] = argument(
@@ -104,7 +98,11 @@ class TrainOptions(CommonOptions):
 
 @verb
 def train_command(options: TrainOptions) -> None:
-    """Train a model, and write metrics, checkpoints, a picture and the final model to the run folder."""
+    """Train a model, and write metrics, checkpoints, a picture and the final model to the run folder.
+
+    Example: hydragraph train chats.jsonl models/Qwen2.5-0.5B writes hydragraph.yaml, plans for your devices and trains;
+    hydragraph train hydragraph.yaml trains with this file after you have changed it.
+    """
     begin = options.begin
     if options.store is not None and launched():
         os.environ.setdefault("LOCAL_WORLD_SIZE", "1")

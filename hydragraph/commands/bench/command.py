@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import typer
 
 from hydragraph.commands.bench.bench_options import (
     BenchKernelsOptions,
@@ -30,6 +27,8 @@ def kernels_command(options: BenchKernelsOptions) -> None:
     Each implementation ("side") is checked before it is timed, and the sides are timed in turn. Percentages compare
     GB/s with one large copy and TFLOP/s with one large matrix product, measured in the same run. "dispatch" is the
     backend that hydragraph chooses.
+
+    Example: hydragraph bench kernels adamw slice_copy --device cpu --csv kernels.csv --picture kernels.png
     """
     import torch
 
@@ -57,6 +56,9 @@ def link_command(options: BenchLinkOptions) -> None:
     Strategies do not change the home layout of the state, so a switch from A to B pushes gradients from A and pulls
     weights to B. The bytes between each pair of ranks are exact. The seconds, and the percentage overlapped with
     computation, are simulated; --measure also measures them.
+
+    Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b; to also measure locally:
+    hydragraph bench link --from '<tp2,pp1>' --to '<tp1,pp2>' --model small
     """
 
     from hydragraph.commands.bench.bench_models import SHAPES
@@ -80,6 +82,8 @@ def step_command(options: BenchStepOptions) -> None:
     The Hugging Face model runs in three ways: eagerly on padded batches, eagerly on packed batches with PyTorch's flash
     attention, and on packed batches with each layer and the loss compiled by torch.compile. All models train on the
     same sequences; losses and gradient norms are compared first.
+
+    Example: hydragraph bench step --model small --tokens 1024 --compiled
     """
     from hydragraph.commands.bench.bench_models import SHAPES
     from hydragraph.commands.bench.device_ceiling import choose_device
@@ -100,39 +104,22 @@ def step_command(options: BenchStepOptions) -> None:
 
 @verb
 def report_command(options: BenchReportOptions) -> None:
-    """Combine results on one page that begins with all targets and whether they were met."""
+    """Combine results on one page that begins with all targets and whether they were met.
+
+    Example: hydragraph bench report kernels.json step.json --markdown results.md
+    """
     from hydragraph.commands.bench.bench_table import BenchReport
 
     write_page([BenchReport.load(part) for part in options.parts], options.markdown, options.facts or ())
     print(options.markdown)
 
 
-_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
-    (
-        "kernels",
-        kernels_command,
-        "Example: hydragraph bench kernels adamw slice_copy --device cpu --csv kernels.csv --picture kernels.png",
-    ),
-    (
-        "link",
-        link_command,
-        "Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b; to also measure locally: "
-        "hydragraph bench link --from '<tp2,pp1>' --to '<tp1,pp2>' --model small",
-    ),
-    ("step", step_command, "Example: hydragraph bench step --model small --tokens 1024 --compiled"),
-    ("report", report_command, "Example: hydragraph bench report kernels.json step.json --markdown results.md"),
-)
-
-
-def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
-    """Return a typer app with the bench commands; `in_sentences` turns errors into a sentence and an exit code."""
-    app = typer.Typer(
-        help="Measure kernels, strategy switches and training steps; sizes are small on a CPU.",
-        no_args_is_help=True,
-    )
-    for name, function, example in _COMMANDS:
-        app.command(name, epilog=example)(in_sentences(function))
-    return app
+COMMANDS = {
+    "kernels": kernels_command,
+    "link": link_command,
+    "step": step_command,
+    "report": report_command,
+}
 
 
 def _tell(what: str) -> None:
