@@ -81,24 +81,19 @@ def report_command(options: ReportOptions) -> None:
 
 
 def _of_config(options: ReportOptions) -> ReportContents:
-    from hydragraph.commands.simulate import StepOptions, assigned
+    from hydragraph.commands.simulate import StepOptions, simulated
 
     step_options = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
     step = StepOptions(config=options.source, **step_options)
     config = step.load()
-    step = on_planned_devices(step, config)
-    inputs = step.read(config)
+    inputs = on_planned_devices(step, config).read(config)
 
-    from hydragraph.report.simulation_price import PricedStrategy
     from hydragraph.report.simulation_report import simulation_report
 
     with progress("importing PyTorch") as say:
-        strategies, costs = inputs.costs(config, step.efficiency, say)
-    simulated = []
-    for strategy in strategies:
-        assignment = assigned(step, config, inputs.files.lengths, costs, strategy)
-        simulated.append(PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment)))
-    return simulation_report(options.source.name, costs, simulated)
+        strategies, costs = inputs.costs(say)
+        priced = simulated(inputs, strategies, costs, say)
+    return simulation_report(options.source.name, costs, priced)
 
 
 def _of_plan(source: Path) -> ReportContents:

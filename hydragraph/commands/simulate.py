@@ -101,20 +101,25 @@ class StepOptions(ConfigOptions):
         check_strategies(texts, config.model, ranks)
         home = chosen_home(self.home, config.home)
         home.check(ranks)
-        return StepInputs(cluster, texts, home, CostFiles.read(self.profile, self.corrections, self.lengths))
+        files = CostFiles.read(self.profile, self.corrections, self.lengths)
+        return StepInputs(self, config, cluster, texts, home, files)
 
 
 @dataclass(frozen=True)
 class StepInputs:
+    step: StepOptions
+    config: TrainConfig
     cluster: Cluster
     strategies: tuple[str, ...]
     home: Home
     files: CostFiles
 
-    def costs(self, config: TrainConfig, efficiency: float | None, say: Say) -> tuple[tuple[Strategy, ...], Costs]:
+    def costs(self, say: Say) -> tuple[tuple[Strategy, ...], Costs]:
         from hydragraph.commands.captured_model import strategies_and_costs
 
-        strategies, costs, _ = strategies_and_costs(config, self.strategies, self.cluster, self.files, efficiency, say)
+        strategies, costs, _ = strategies_and_costs(
+            self.config, self.strategies, self.cluster, self.files, self.step.efficiency, say
+        )
         return strategies, costs.changed(home=self.home)
 
 
@@ -153,11 +158,11 @@ def simulate_command(options: SimulateOptions) -> None:
     for change in options.changes or ():
         slowed(inputs.cluster, change)
     with progress("importing PyTorch") as say:
-        strategies, costs = inputs.costs(config, options.efficiency, say)
+        strategies, costs = inputs.costs(say)
         if rates is not None:
             costs = costs.changed(health=rates)
         changes = {change: what_if(costs, change) for change in options.changes or ()}
-        priced = _priced(options, config, inputs.files.lengths, strategies, costs, say)
+        priced = simulated(inputs, strategies, costs, say)
     best = priced[0]
     print(costs.source_of(*strategies))
     if options.cluster is None and options.profile is None:
@@ -180,35 +185,29 @@ def simulate_command(options: SimulateOptions) -> None:
         write_timelines(priced, options.picture)
 
 
-def _priced(
-    options: StepOptions,
-    config: TrainConfig,
-    drawn: list[int] | None,
-    strategies: Sequence[Strategy],
-    costs: Costs,
-    say: Say,
-) -> list[PricedStrategy]:
+def simulated(inputs: StepInputs, strategies: Sequence[Strategy], costs: Costs, say: Say) -> list[PricedStrategy]:
+    """Simulate one step of each strategy; the fastest is listed first."""
     from hydragraph.report.simulation_price import price
 
     priced = []
     for number, strategy in enumerate(strategies, start=1):
         say(f"simulating {strategy.name} ({number} of {len(strategies)})")
-        priced.append(price(costs, strategy, assigned(options, config, drawn, costs, strategy)))
+        priced.append(price(costs, strategy, _assigned(inputs, costs, strategy)))
     return sorted(priced, key=lambda each: -each.tokens_per_s)
 
 
-def assigned(
-    step: StepOptions, config: TrainConfig, drawn: list[int] | None, costs: Costs, strategy: Strategy
-) -> Assignment:
+def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignment:
     """Return equal micro-batches if their number or size is given, else those that a run would form."""
     from hydragraph.commands.captured_model import run_assignment, step_lengths
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.training_workload import full_lengths
 
+    step = inputs.step
+    config = inputs.config
     known = config.plan.choose and (step.cluster is not None or step.profile is not None)
-    if drawn is not None:
-        return run_assignment(config, costs, strategy, step_lengths(config, drawn), known)
+    if inputs.files.lengths is not None:
+        return run_assignment(config, costs, strategy, step_lengths(config, inputs.files.lengths), known)
     length = step.tokens or config.data.max_length
     lengths = full_lengths(config.data.tokens_per_step, length)
     if step.sequences is not None:

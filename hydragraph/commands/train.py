@@ -345,8 +345,7 @@ def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
 
 
 def _print_events(outcome: RunOutcome) -> None:
-    from rich.table import Table
-
+    from hydragraph.commands.text_table import new_table
     from hydragraph.train.goodput import account
     from hydragraph.train.stragglers.run_events import read_events
 
@@ -354,9 +353,8 @@ def _print_events(outcome: RunOutcome) -> None:
     events = [event for event in every if event.event != "saved"]
     if all(event.event == "resumed" and not event.lost_steps for event in events):
         return  # the run was only resumed
-    table = Table(title="Lost, slow and new ranks", show_lines=False)
-    for column in ("step", "event", "ranks", "why"):
-        table.add_column(column)
+    headings = ("step", "event", "ranks", "why")
+    table = new_table("Lost, slow and new ranks", headings, left=headings)
     for event in events:
         table.add_row(str(event.step), event.title, " ".join(map(str, event.ranks)), Text(event.why))
     console = Console(stderr=True)

@@ -64,7 +64,7 @@ def attention(sweep: Sweep) -> Iterator[Case]:
         forwards |= {name: partial(ours, backend=name) for name in BACKENDS[sweep.device.type]}
         forwards["dispatch"] = ours
         work = 3.5 * sum(2.0 * n * n * heads * size for n in lengths)
-        sides = {name: partial(_differentiated, forward, (q, k, v), grad) for name, forward in forwards.items()}
+        sides = {name: partial(_gradient, forward, (q, k, v), grad) for name, forward in forwards.items()}
         yield Case("varlen_attention", f"T {tokens}, {heads}/{kv} heads of {size}", work, "products", sides)
 
 
@@ -77,8 +77,9 @@ def _per_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor
     return torch.cat(parts)
 
 
-def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-    return torch.autograd.grad(forward(), inputs, grad)[0]
+def _gradient(call: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    value = call()
+    return torch.autograd.grad(value, inputs, grad.to(value.dtype))[0]
 
 
 def slice_copies(sweep: Sweep) -> Iterator[Case]:
@@ -90,9 +91,10 @@ def slice_copies(sweep: Sweep) -> Iterator[Case]:
         master = torch.randn(count, device=sweep.device)
         kinds = {"fp32->bf16": (torch.bfloat16, False, 6.0), "fp32->fp32 add": (torch.float32, True, 12.0)}
         for kind, (dtype, add, bytes_each) in kinds.items():
-            ways = {"eager": slice_copy.reference, "hydragraph": _kernel_copy}
+            ways = {"eager": slice_copy.reference, "hydragraph": slice_copy.slice_copy}
             targets = {name: torch.zeros(count, dtype=dtype, device=sweep.device) for name in ways}
-            sides = {n: partial(_returning, targets[n], way, master, targets[n], table, add) for n, way in ways.items()}
+            calls = {n: partial(way, master, targets[n], table, accumulate=add) for n, way in ways.items()}
+            sides = {n: partial(_returning, targets[n], call) for n, call in calls.items()}
             yield Case(f"slice_copy {kind}", size, bytes_each * table.elements, "memory", sides)
 
 
@@ -104,10 +106,6 @@ def _table(count: int, device: torch.device) -> slice_copy.SliceTable:
     target = torch.empty_like(lengths)
     target[order] = lengths[order].cumsum(0) - lengths[order]
     return slice_copy.SliceTable.make(source, target, lengths, device=device)
-
-
-def _kernel_copy(source: Tensor, target: Tensor, table: slice_copy.SliceTable, accumulate: bool) -> None:
-    slice_copy.slice_copy(source, target, table, accumulate=accumulate)
 
 
 def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -> Tensor:
@@ -168,7 +166,7 @@ def head_losses(sweep: Sweep) -> Iterator[Case]:
         ways["hydragraph"] = _fused_loss
         one = torch.ones((), device=sweep.device)
         losses = {name: partial(way, x, weight, labels) for name, way in ways.items()}
-        sides = {name: partial(_loss_gradient, loss, (x, weight), one) for name, loss in losses.items()}
+        sides = {name: partial(_gradient, loss, (x, weight), one) for name, loss in losses.items()}
         work = 6.0 * tokens * hidden * vocabulary
         yield Case("linear_cross_entropy", f"T {tokens}, E {hidden}, V {vocabulary}", work, "products", sides)
 
@@ -180,11 +178,6 @@ def _fused_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def _eager_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-
-
-def _loss_gradient(loss: Callable[[], Tensor], inputs: tuple[Tensor, ...], one: Tensor) -> Tensor:
-    value = loss()
-    return torch.autograd.grad(value, inputs, one.to(value.dtype))[0]
 
 
 CASES: dict[str, Callable[[Sweep], Iterator[Case]]] = {

@@ -136,7 +136,6 @@ def _alone(exe: Executable, strategy: Strategy, direction: Direction, rounds: in
 
 
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
-    count = len(per_rank)
     names = ("alone_s", "exposed_s", "step_s")
-    means = Overlap(*(sum(getattr(m.overlap, name) for m in per_rank) / count for name in names))
+    means = Overlap(*(statistics.fmean(getattr(m.overlap, name) for m in per_rank) for name in names))
     return LinkMeasurement(sum(m.sent for m in per_rank), means)
