@@ -195,7 +195,7 @@ def explain(
     )
     _check_devices(chosen, devices)
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
-    compared = _compared(profile, chosen, choices, batches, context, seed)
+    compared = _Samples(profile, chosen, batches, choices, seed).candidates(context)
     ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
@@ -257,54 +257,48 @@ def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
             )
 
 
-def _compared(
-    profile: Schemes,
-    strategies: Sequence[Strategy],
-    choices: Sequence[Choice],
-    batches: Sequence[Sequence[int]],
-    context: int,
-    seed: int,
-) -> list[ComparedCandidate]:
-    bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
-    order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
-    alike = [i for i in order if len(set(strategies[i])) == 1]
-    always = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
-    best = math.inf
-    candidates = []
-    for i in sorted(order, key=lambda i: i not in always):
-        assign = i in always or bounds[i] < best
-        candidate = _candidate(profile, strategies[i], i, assign, choices, batches, seed)
-        candidates.append(candidate)
-        if candidate.assigned and candidate.max_len >= context:
-            best = min(best, candidate.seconds)
-    return candidates
+@dataclass(frozen=True)
+class _Samples:
+    """Sample mini-batches, and for each the choice among the strategies."""
 
+    profile: Schemes
+    strategies: Sequence[Strategy]
+    batches: Sequence[Sequence[int]]
+    choices: Sequence[Choice]
+    seed: int
 
-def _candidate(
-    profile: Schemes,
-    strategy: Strategy,
-    index: int,
-    assign: bool,
-    choices: Sequence[Choice],
-    batches: Sequence[Sequence[int]],
-    seed: int,
-) -> ComparedCandidate:
-    verdicts = [choice.verdicts[index] for choice in choices]
-    fits = sum(math.isfinite(v.bound) for v in verdicts)
-    bound = fmean(v.bound for v in verdicts)
-    pipelines = profile.pipelines(strategy)
-    devices = sum(tp * pp for tp, pp in strategy)
-    parts = None
-    if assign and fits == len(batches):
-        by_batch = [
-            parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches
-        ]
-        parts = TimeParts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(TimeParts)))
-    alone = fmean(_alone(pipelines, batch) + v.charge for batch, v in zip(batches, verdicts, strict=True))
-    memory = tuple(_memory_use(profile, scheme, devices) for scheme in dict.fromkeys(strategy))
-    wins = sum(choice.index == index for choice in choices)
-    seconds = bound if parts is None else parts.seconds
-    return ComparedCandidate(strategy, memory, seconds, bound, alone, parts is not None, fits, wins, parts, "")
+    def candidates(self, context: int) -> list[ComparedCandidate]:
+        count = len(self.strategies)
+        bounds = [fmean(choice.verdicts[i].bound for choice in self.choices) for i in range(count)]
+        order = sorted(range(count), key=lambda i: (bounds[i], i))
+        alike = [i for i in order if len(set(self.strategies[i])) == 1]
+        always = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in self.choices)}
+        best = math.inf
+        candidates = []
+        for i in sorted(order, key=lambda i: i not in always):
+            candidate = self._candidate(i, assign=i in always or bounds[i] < best)
+            candidates.append(candidate)
+            if candidate.assigned and candidate.max_len >= context:
+                best = min(best, candidate.seconds)
+        return candidates
+
+    def _candidate(self, index: int, assign: bool) -> ComparedCandidate:
+        strategy = self.strategies[index]
+        verdicts = [choice.verdicts[index] for choice in self.choices]
+        fits = sum(math.isfinite(v.bound) for v in verdicts)
+        bound = fmean(v.bound for v in verdicts)
+        pipelines = self.profile.pipelines(strategy)
+        devices = sum(tp * pp for tp, pp in strategy)
+        parts = None
+        if assign and fits == len(self.batches):
+            assigned = ((batch, assign_pipelines(pipelines, batch, seed=self.seed)) for batch in self.batches)
+            by_batch = [parts_of(pipelines, batch, found, verdicts[0].charge) for batch, found in assigned]
+            parts = TimeParts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(TimeParts)))
+        alone = fmean(_alone(pipelines, batch) + v.charge for batch, v in zip(self.batches, verdicts, strict=True))
+        memory = tuple(_memory_use(self.profile, scheme, devices) for scheme in dict.fromkeys(strategy))
+        wins = sum(choice.index == index for choice in self.choices)
+        seconds = bound if parts is None else parts.seconds
+        return ComparedCandidate(strategy, memory, seconds, bound, alone, parts is not None, fits, wins, parts, "")
 
 
 def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:

@@ -41,11 +41,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
     """Return a report as JSON-compatible data; infinite numbers become None."""
     example = report.example
     return {
-        "profile": report.profile,
-        "devices": report.devices,
-        "context": report.context,
-        "tokens": report.tokens,
-        "iterations": report.iterations,
+        **{name: getattr(report, name) for name in ("profile", "devices", "context", "tokens", "iterations")},
         "dynamic_seconds": report.dynamic,
         "hetero_sync_seconds": report.sync,
         "sequences_cut": report.cut,

@@ -154,11 +154,8 @@ def attention(
 
 
 def _padded_loss(model: nn.Module) -> Loss:
-    def loss(batch: Batch) -> Tensor:
-        outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-        return token_cross_entropy(outputs, batch)
-
-    return loss
+    inputs = ("input_ids", "attention_mask")
+    return lambda batch: token_cross_entropy(model(**{n: batch[n] for n in inputs}, use_cache=False), batch)
 
 
 def _packed_loss(model: nn.Module) -> Loss:
@@ -173,9 +170,4 @@ def _compiled_loss(model: nn.Module) -> Loss:
         for layer in layers:
             layer.compile(dynamic=True)
     measure: Any = torch.compile(token_cross_entropy, dynamic=True)
-
-    def loss(batch: Batch) -> Tensor:
-        value: Tensor = measure(call(model, batch), batch)
-        return value
-
-    return loss
+    return lambda batch: measure(call(model, batch), batch)
