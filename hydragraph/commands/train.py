@@ -84,16 +84,22 @@ class TrainOptions(CommonOptions):
             config = replace(config, compiled=str(self.compiled))
         return replace(config, trust=True) if self.trust else config
 
-    @property
-    def begin(self) -> Begin:
-        """How the run begins; contradictory options raise a ValueError."""
-        resume = self.resume or bool(self.resume_from)
+    def __post_init__(self) -> None:
+        resume = self.begin == "resume"
         if (resume or self.auto_resume) and self.overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
         if resume and self.auto_resume:
             raise ValueError("--auto-resume also begins a run, and --resume requires a checkpoint: give one of them")
-        asked: dict[Begin, bool] = {"resume": resume, "auto": self.auto_resume, "overwrite": self.overwrite}
-        return next((how for how, chosen in asked.items() if chosen), "new")
+
+    @property
+    def begin(self) -> Begin:
+        if self.resume or self.resume_from:
+            return "resume"
+        return "auto" if self.auto_resume else "overwrite" if self.overwrite else "new"
+
+    @property
+    def step(self) -> int | None:
+        return None if self.resume_from is None else read_step(self.resume_from, "--resume-from")
 
 
 @verb
@@ -103,13 +109,11 @@ def train_command(options: TrainOptions) -> None:
     Example: hydragraph train chats.jsonl models/Qwen2.5-0.5B writes hydragraph.yaml, plans for your devices and trains;
     hydragraph train hydragraph.yaml trains with this file after you have changed it.
     """
-    begin = options.begin
     if options.store is not None and launched():
         os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     config = surviving(options.load(), options.store)
     if not (launched() or config.automatic):
         check_strategies(config.strategies, config.model, config.ranks)
-    step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
     nodes = _nodes(config, options.store)
     if nodes is None and launched() and os.environ.get("LOCAL_WORLD_SIZE") == "1" and config.automatic:
         _print_idle(own_gpus(config.device))
@@ -127,13 +131,13 @@ def train_command(options: TrainOptions) -> None:
             "process per machine (--nproc-per-node 1)"
         )
 
-    def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
+    def train(nodes: Nodes | None) -> RunOutcome:
         with stopping:
-            return _train(config, begin, step, options.trace, options.max_restarts, stopping, relay, nodes, before)
+            return _train(options, config, stopping, relay, nodes)
 
     try:
         elected = nodes is not None and nodes.election is not None
-        outcome = _train_when_elected(config, nodes, train) if nodes is not None and elected else train(nodes)
+        outcome = _train_when_elected(nodes, train) if nodes is not None and elected else train(nodes)
     except Interrupted as request:
         _print("stopped before training started or resumed: the run's folder is unchanged")
         raise typer.Exit(_code(request.signal)) from None
@@ -185,9 +189,7 @@ def _code(number: int) -> int:
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
-def _train_when_elected(
-    config: TrainConfig, nodes: Nodes, train: Callable[[Nodes, float], RunOutcome]
-) -> RunOutcome | None:
+def _train_when_elected(nodes: Nodes, train: Callable[[Nodes], RunOutcome]) -> RunOutcome | None:
     from hydragraph.cluster.launch import follow
     from hydragraph.cluster.supervision.election import Deposed
 
@@ -195,7 +197,7 @@ def _train_when_elected(
     while (leading := follow(nodes, _print)) is not None:
         _print(f"machine {nodes.number} leads (term {nodes.election.standing.lease.term})")
         try:
-            outcome = train(leading, nodes.election.before)
+            outcome = train(leading)
         except Deposed as error:
             _print(f"hydragraph: this machine ends its ranks and follows the next leader: {error}")
             nodes.election.resign()
@@ -209,20 +211,15 @@ def _train_when_elected(
 
 
 def _train(
-    config: TrainConfig,
-    begin: Begin,
-    step: int | None,
-    trace: bool,
-    restarts: int,
-    stopping: Stopping,
-    relay: Relay | None,
-    nodes: Nodes | None = None,
-    before: float | None = None,
+    options: TrainOptions, config: TrainConfig, stopping: Stopping, relay: Relay | None, nodes: Nodes | None
 ) -> RunOutcome:
     from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))
-    before = folder.began if before is None else before
+    before = folder.began if nodes is None or nodes.election is None else nodes.election.before
+    begin = options.begin
+    step = options.step
+    restarts = options.max_restarts
     if nodes is not None and nodes.handed is not None:
         begin, step = folder.again(begin, before, step)  # how to start again if no rank is left
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
@@ -235,14 +232,14 @@ def _train(
     while True:
         try:
             if relay is None:
-                return train_rank(config, begin, step, trace, stopping)
+                return train_rank(config, begin, step, options.trace, stopping)
             where = "this machine" if nodes is None or nodes.count == 1 else f"{nodes.count} machines"
             if nodes is None or nodes.handed is None:
                 ranks = "the" if isinstance(config.ranks, RanksIfEqual) else config.ranks
                 _print(f"starting {ranks} ranks on {where}: each rank first imports PyTorch and transformers")
             again = (Exception,) if restarts else (RankFailure,) if lost else ()
             restartable_nodes = replace(nodes, again=again) if nodes is not None else None
-            work = (config.ranks, train_rank, config, begin, step, trace)
+            work = (config.ranks, train_rank, config, begin, step, options.trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # a restart would fail too, or this machine no longer leads
