@@ -177,7 +177,7 @@ def compile_quietly(
             sums = Deterministic("") if config.deterministic else None
             compiled = [_compiled(compiler, text, program.layers, micro_batches, sums) for text in config.strategies]
         summary = summarise(program, compiler, compiled, str(owners.home), seconds)
-        write_folder(output, program, summary, compiler.variants, compiled)
+        write_folder(output, program, summary, compiler, compiled)
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
         library_model = LibraryModel.of(checked)
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)

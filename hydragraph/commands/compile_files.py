@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hydragraph.commands.compile_ahead import CompiledStrategy, CompiledVariant, Compiler, StrategyRecord, VariantRecord
+from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler, StrategyRecord, VariantRecord
 from hydragraph.commands.compile_kernels import FOLDER as CUBINS
 from hydragraph.commands.compile_kernels import KERNELS, load_written
 from hydragraph.commands.readable_graphs import backward_code, forward_code
@@ -79,11 +79,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_folder(
-    folder: Path,
-    program: Program,
-    summary: Summary,
-    variants: Sequence[CompiledVariant],
-    strategies: Sequence[CompiledStrategy],
+    folder: Path, program: Program, summary: Summary, compiler: Compiler, strategies: Sequence[CompiledStrategy]
 ) -> None:
     """Write the readable files and replace earlier ones; `frontend.compiled_folder.save` writes the other files.
 
@@ -101,7 +97,7 @@ def write_folder(
         (folder / part).mkdir()
     templates = (template_text(program, name) for name in program.templates)
     _write(folder / "program.txt", "\n\n\n".join([str(program), *templates]) + "\n")
-    for variant in variants:
+    for variant in compiler.variants:
         for kind, code in (("forward", forward_code), ("backward", backward_code)):
             text = code(variant.variant, f"{_title(variant.record)}, {kind}.")
             _write(folder / "graphs" / f"{variant.record.name}.{kind}.py", text)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.graph_passes import modules_of
 from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import symbol_name
 
@@ -31,7 +32,7 @@ def forward_code(variant: Variant, title: str) -> str:
     names = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     results = [f"output {i}" if variant.outputs > 1 else "the output" for i in range(variant.outputs)]
     results += [f"saved.{i}" for i in range(len(results_of(variant.forward)) - variant.outputs)]
-    return _text("forward", variant, variant.forward, names, variant.inputs, results, title)
+    return _text(variant, "forward", names, variant.inputs, results, title)
 
 
 def backward_code(variant: Variant, title: str) -> str:
@@ -43,21 +44,16 @@ def backward_code(variant: Variant, title: str) -> str:
     ]
     names = _names(variant.backward, [saved.get(argument) or _identifier(argument) for argument in arguments])
     results = [f"the gradient of {name}" for name in variant.gradients]
-    return _text("backward", variant, variant.backward, names, arguments, results, title)
+    return _text(variant, "backward", names, arguments, results, title)
 
 
 def _text(
-    name: str,
-    variant: Variant,
-    module: fx.GraphModule,
-    names: Mapping[fx.Node, str],
-    arguments: Sequence[str],
-    results: Sequence[str],
-    title: str,
+    variant: Variant, kind: str, names: Mapping[fx.Node, str], inputs: Sequence[str], results: Sequence[str], title: str
 ) -> str:
+    module = modules_of(variant)[kind]
     size = _sizes(variant)
-    lines = [f'"""{title}', "", _LEGEND, '"""', "", _HEAD, "", f"def {name}("]
-    for node, meaning in zip(placeholders_of(module), arguments, strict=True):
+    lines = [f'"""{title}', "", _LEGEND, '"""', "", _HEAD, "", f"def {kind}("]
+    for node, meaning in zip(placeholders_of(module), inputs, strict=True):
         comment = "" if names[node] == meaning else f"  # {meaning}"
         lines.append(f"    {names[node]}{_annotation(node, size)},{comment}")
     lines.append("):")

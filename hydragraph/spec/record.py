@@ -86,11 +86,7 @@ def checked_record(cls: type[Record], data: object, path: str | Path, name: str,
 
 
 def from_record(
-    cls: type[Record],
-    data: object,
-    path: str = "",
-    name: str = "",
-    hints: Mapping[str, str] = MappingProxyType({}),
+    cls: type[Record], data: object, path: str = "", name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
     """Build a dataclass, including nested dataclasses, from mappings and lists.
 
