@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,7 +169,9 @@ def compile_quietly(
         home = home_on(program, usable, config.home, [0] * config.ranks)
         owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)
         built: dict[str, BuiltKernel] | None = None if arch is None else {}
-        gpu = nullcontext() if arch is None or built is None else absent_gpu(arch_of(arch), built)
+        gpu: AbstractContextManager[None] = nullcontext()
+        if arch is not None and built is not None:
+            gpu = absent_gpu(arch_of(arch), built)
         tell = lambda what: bar.update(task, advance=1, description=escape(what))  # noqa: E731
         compiler = Compiler(program, owners, chosen, device, tell, built)
         bar.update(task, total=compiler.steps(usable))

@@ -91,7 +91,7 @@ def slice_copies(sweep: Sweep) -> Iterator[Case]:
         master = torch.randn(count, device=sweep.device)
         kinds = {"fp32->bf16": (torch.bfloat16, False, 6.0), "fp32->fp32 add": (torch.float32, True, 12.0)}
         for kind, (dtype, add, bytes_each) in kinds.items():
-            ways = {"eager": slice_copy.reference, "hydragraph": slice_copy.slice_copy}
+            ways: dict[str, Callable[..., None]] = {"eager": slice_copy.reference, "hydragraph": slice_copy.slice_copy}
             targets = {name: torch.zeros(count, dtype=dtype, device=sweep.device) for name in ways}
             calls = {n: partial(way, master, targets[n], table, accumulate=add) for n, way in ways.items()}
             sides = {n: partial(_returning, targets[n], call) for n, call in calls.items()}
