@@ -47,17 +47,15 @@ def devices_command(options: DevicesOptions) -> None:
 
 
 def discover_rank(device: str | None) -> Discovered:
+    from contextlib import closing
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups
     from hydragraph.cluster.launch import join
     from hydragraph.engine.discovery import discover
 
-    groups = Groups(join(device), timedelta(minutes=10))
-    try:
+    with closing(Groups(join(device), timedelta(minutes=10))) as groups:
         return discover(groups)
-    finally:
-        groups.close()
 
 
 def _print(found: Discovered) -> None:

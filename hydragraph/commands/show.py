@@ -133,7 +133,7 @@ def _show_folder(path: Path, options: ShowOptions) -> None:
     if options.output is not None:
         from hydragraph.commands.show_schedule import write_schedule
 
-        write_schedule(strategies, folder.program.outline, options.output, rank)
+        write_schedule(strategies, options.output, rank)
         print(options.output)
 
 
@@ -150,13 +150,13 @@ def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOpt
     if options.parameter is not None:
         yield parameter_lines(folder, found, options.parameter, rank)
     if options.memory:
-        yield memory_lines(folder, found, rank, options.tokens, options.limit)
+        yield memory_lines(found, rank, options.tokens, options.limit)
     if options.traffic:
-        yield traffic_lines(folder, found, rank, options.tokens, options.node)
+        yield traffic_lines(found, rank, options.tokens, options.node)
     if options.kernels:
         yield kernel_lines(folder)
     if options.schedule:
-        yield schedule_lines(found, folder.program.outline, rank)
+        yield schedule_lines(found, rank)
     if options.diff is not None:
         yield _differences(folder, found, options.diff)
 

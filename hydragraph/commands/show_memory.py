@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
+from hydragraph.commands.show_folder import ShownStrategy, shortened, table
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import Walk
 from hydragraph.cost.traffic_bytes import HomeTraffic
@@ -18,7 +18,7 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 
 
 def memory_lines(
-    folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
+    strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
     """Yield each rank's peak memory by kind; with many ranks, only that of the first rank of each program.
 
@@ -35,24 +35,21 @@ def memory_lines(
         yield f"  limit: used share of {bytes_text(limit)}; ! marks ranks that do not fit"
     for strategy in strategies:
         yield f"under {strategy.name}"
-        rows = _rows(folder, strategy, rank, tokens, limit)
-        head, *body = table(rows, left=1)
+        head, *body = table(_rows(strategy, rank, tokens, limit))
         yield head
         yield from shortened(body, more=": --rank N shows one")
         if rank is not None:
-            yield from _when(folder, strategy, rank, tokens)
-        elif folder.summary.ranks > FEW:
+            yield from _when(strategy, rank, tokens)
+        elif strategy.whole.summary.ranks > FEW:
             yield "  each kind of program is shown for its first rank; --rank N shows another rank"
 
 
-def _rows(
-    folder: ShownFolder, each: ShownStrategy, rank: int | None, tokens: int, limit: float | None
-) -> list[tuple[str, ...]]:
+def _rows(each: ShownStrategy, rank: int | None, tokens: int, limit: float | None) -> list[tuple[str, ...]]:
     host = ("host",) * each.strategy.offloads
     names = (part.replace("_", " ") for part in _PARTS)
     rows = [("ranks", *names, *host, "in all", *(["limit"] if limit else []))]
-    for ranks in _groups(folder, each, rank):
-        peak = walk(folder, each, ranks[0], tokens).peak()
+    for ranks in _groups(each, rank):
+        peak = walk(each, ranks[0], tokens).peak()
         parts = (bytes_text(getattr(peak, part)) for part in (*_PARTS, *host))
         name = runs_text(ranks)
         name = name if len(name) <= 12 else f"{ranks[0]} (of {len(ranks)})"
@@ -61,23 +58,25 @@ def _rows(
     return rows
 
 
-def _groups(folder: ShownFolder, each: ShownStrategy, rank: int | None) -> list[tuple[int, ...]]:
+def _groups(each: ShownStrategy, rank: int | None) -> list[tuple[int, ...]]:
+    ranks = each.whole.summary.ranks
     if rank is not None:
         return [(rank,)]
-    if folder.summary.ranks <= FEW:
-        return [(each_rank,) for each_rank in range(folder.summary.ranks)]
+    if ranks <= FEW:
+        return [(each_rank,) for each_rank in range(ranks)]
     return [each.programs.of_kind(kind) for kind in range(len(each.programs.bodies))]
 
 
-def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Iterator[str]:
-    _, at, _ = walk(folder, each, rank, tokens).curve()
+def _when(each: ShownStrategy, rank: int, tokens: int) -> Iterator[str]:
+    _, at, _ = walk(each, rank, tokens).curve()
     instructions = each.programs[rank].instructions
     if 0 <= at < len(instructions):
         text = " ".join(instruction_text(instructions[at]).split())
         yield f"  peak in instruction {at} of {len(instructions)}: {text}"
 
 
-def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
+def walk(each: ShownStrategy, rank: int, tokens: int) -> Walk:
+    folder = each.whole
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
     traffic = HomeTraffic(folder.homes.of)
     return Walk(folder.blocks, each.strategy, batches, rank, folder.summary.ranks, traffic=traffic)

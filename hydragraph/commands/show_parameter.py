@@ -22,7 +22,7 @@ def parameter_lines(
     yield from shortened(list(_owners(folder, bucket, parameter, rank)), more=": --rank N shows one")
     for strategy in strategies:
         yield f"under {strategy.name}"
-        yield from shortened(list(_users(folder, strategy, bucket, parameter, rank)), more=": --rank N shows one")
+        yield from shortened(list(_users(strategy, bucket, parameter, rank)), more=": --rank N shows one")
 
 
 def _find(folder: ShownFolder, name: str) -> tuple[Bucket, Parameter]:
@@ -62,16 +62,15 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
         yield f"  {ranks_text(ranks)}: {size_text}elements {between}, {bytes_text(4 * size)} of weights{second}"
 
 
-def _users(
-    folder: ShownFolder, each: ShownStrategy, bucket: Bucket, parameter: Parameter, rank: int | None
-) -> Iterator[str]:
-    placement = place(folder.program.outline, each.strategy, [1] * len(each.strategy.pipelines))
+def _users(each: ShownStrategy, bucket: Bucket, parameter: Parameter, rank: int | None) -> Iterator[str]:
+    program = each.whole.program
+    placement = place(program.outline, each.strategy, [1] * len(each.strategy.pipelines))
     holders = dict(placement.holders).get(bucket.name, ())
     stages = [placement.stage_of[ranks[0]] for ranks in holders if rank is None or rank in ranks]
     if not stages:
         yield "  this rank does not use the parameter" if rank is not None else "  no rank uses the parameter"
     for stage in stages:
-        yield from _stage(stage, parameter, folder.program.dtype.itemsize, rank)
+        yield from _stage(stage, parameter, program.dtype.itemsize, rank)
 
 
 def _stage(stage: PlacedStage, parameter: Parameter, itemsize: int, rank: int | None) -> Iterator[str]:

@@ -60,8 +60,9 @@ class StageRow:
     tasks: tuple[Task, ...]
 
 
-def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
+def schedule(each: ShownStrategy) -> list[StageRow]:
     """Return a row of tasks for each stage; equal rows of several pipelines are merged."""
+    outline = each.whole.program.outline
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
     rows: dict[object, list[PlacedStage]] = {}
@@ -112,10 +113,10 @@ def _length(work: Work, stage: PlacedStage) -> int:
     return (2 if work is Work.BACKWARD else 1) + again
 
 
-def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
+def schedule_lines(strategies: Sequence[ShownStrategy], rank: int | None) -> Iterator[str]:
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; the unit is one block's forward"
     for strategy in strategies:
-        every = schedule(strategy, outline)
+        every = schedule(strategy)
         end = max((row.tasks[-1].end for row in every if row.tasks), default=0)
         rows = _of_rank(every, rank)
         yield f"under {strategy.name}"
@@ -170,10 +171,10 @@ def check_drawn(path: Path) -> None:
         raise ValueError("--output needs matplotlib: pip install matplotlib, or omit --output and read the text")
 
 
-def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
+def write_schedule(strategies: Sequence[ShownStrategy], path: Path, rank: int | None) -> None:
     from matplotlib.figure import Figure
 
-    grids = {strategy.name: schedule(strategy, outline) for strategy in strategies}
+    grids = {strategy.name: schedule(strategy) for strategy in strategies}
     heights = [0.7 + 0.28 * min(len(_of_rank(rows, rank)), _TALLEST) for rows in grids.values()]  # inches
     figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
     panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False, height_ratios=heights)

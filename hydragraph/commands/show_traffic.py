@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
+from hydragraph.commands.show_folder import ShownStrategy, shortened, table
 from hydragraph.cost.collective_bytes import collective_bytes
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.link_bytes import Traffic, moved
@@ -27,9 +28,7 @@ KINDS = {
 }
 
 
-def traffic_lines(
-    folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, node: int
-) -> Iterator[str]:
+def traffic_lines(strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, node: int) -> Iterator[str]:
     """Yield traffic by kind, and a table of traffic between ranks, or between nodes if there are many ranks.
 
     Args:
@@ -38,31 +37,33 @@ def traffic_lines(
     yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
     for strategy in strategies:
         yield f"under {strategy.name}"
-        by_kind = traffic_by_kind(folder, strategy, tokens)
-        yield from _totals(by_kind, folder.summary.ranks, node)
+        ranks = strategy.whole.summary.ranks
+        by_kind = traffic_by_kind(strategy, tokens)
+        yield from _totals(by_kind, node)
         everything = _all(by_kind)
         if rank is not None:
             yield from _of_rank(by_kind, rank)
-        elif folder.summary.ranks <= FEW:
+        elif ranks <= FEW:
             yield "  from rank (row) to rank (column):"
-            yield from _matrix(everything, folder.summary.ranks, 1)
+            yield from _matrix(everything, ranks, 1)
         else:
             yield "  from node (row) to node (column); the diagonal is traffic within a node:"
-            yield from _nodes(everything, -(-folder.summary.ranks // node), node)
+            yield from _nodes(everything, -(-ranks // node), node)
 
 
-def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
-    program = folder.program
-    placed = layouts(program, each.strategy, folder.homes.by_name(program.buckets))
+def traffic_by_kind(each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
+    program = each.whole.program
+    placed = layouts(program, each.strategy, each.whole.homes.by_name(program.buckets))
     return {
         "pull": moved(placed, "pull", program.dtype.itemsize),
         "push": moved(placed, "push", program.dtype.itemsize),
-        "tp": Traffic.of(_within_stages(folder, each, tokens), 0),
-        "pp": Traffic.of(_between_stages(folder, each, tokens), 0),
+        "tp": Traffic.of(_within_stages(each, tokens), 0),
+        "pp": Traffic.of(_between_stages(each, tokens), 0),
     }
 
 
-def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
+def _within_stages(each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
+    folder = each.whole
     first = {block.template: block for block in folder.program.blocks}
 
     @cache
@@ -78,16 +79,15 @@ def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dic
     return pairs
 
 
-def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
+def _between_stages(each: ShownStrategy, tokens: int) -> Mapping[tuple[int, int], int]:
     programs = each.programs
     sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
-    size = tokens * folder.blocks.hidden_bytes
-    pairs: dict[tuple[int, int], int] = {}
+    size = tokens * each.whole.blocks.hidden_bytes
+    pairs: Counter[tuple[int, int]] = Counter()
     for rank, (kind, peers) in enumerate(zip(programs.kinds, programs.peers, strict=True)):
         for place_of in sends[kind]:
             assert place_of is not None
-            pair = (rank, peers[place_of])
-            pairs[pair] = pairs.get(pair, 0) + size
+            pairs[rank, peers[place_of]] += size
     return pairs
 
 
@@ -96,7 +96,7 @@ def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
     return Traffic(np.concatenate(src), np.concatenate(dst), np.concatenate(size), 0)
 
 
-def _totals(by_kind: Mapping[str, Traffic], ranks: int, node: int) -> Iterator[str]:
+def _totals(by_kind: Mapping[str, Traffic], node: int) -> Iterator[str]:
     rows = [("kind", "what", "in all", "between nodes", "busiest rank")]
     for kind, traffic in by_kind.items():
         apart = traffic.src // node != traffic.dst // node

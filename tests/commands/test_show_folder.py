@@ -94,13 +94,13 @@ def test_memory_and_traffic_are_those_of_the_compiled_graphs(folder: Path) -> No
         batches = [[MicroBatch(640, 1)] * 3 for _ in each.strategy.pipelines]
         for rank in range(4):
             exact = rank_memory(blocks, each.strategy, batches, rank, 4, home=home)
-            found = walk(opened, each, rank, 640).peak()
+            found = walk(each, rank, 640).peak()
             assert found == exact
-        by_kind = traffic_by_kind(opened, each, 640)
+        by_kind = traffic_by_kind(each, 640)
         assert by_kind["pull"].total == each.record.pull_bytes
         assert by_kind["push"].total == each.record.push_bytes
     # One rank's hidden state, of 16 floats per token, is sent to the next stage's ranks, and a gradient comes back.
-    first, second, third = (traffic_by_kind(opened, each, 640) for each in opened.strategies)
+    first, second, third = (traffic_by_kind(each, 640) for each in opened.strategies)
     assert first["pp"].pairs == {(2, 3): 3 * 640 * 16 * 4, (3, 2): 3 * 640 * 16 * 4}
     assert set(second["pp"].pairs) == {(0, 2), (1, 3), (2, 0), (3, 1)}
     assert third["pp"].total == 0
@@ -123,7 +123,7 @@ def test_sums_of_tensor_parallel_ranks_are_those_of_the_graphs(folder: Path) -> 
 def test_the_schedule_is_the_programs(folder: Path, tmp_path: Path) -> None:
     opened = ShownFolder.open(folder)
     for each in opened.strategies:
-        for row in schedule(each, opened.program.outline):
+        for row in schedule(each):
             for rank in row.ranks:
                 blocks = opened.program.outline.blocks
                 done = [i for i in each.programs[rank].instructions if i.op in (Op.FORWARD, Op.BACKWARD)]
