@@ -16,6 +16,8 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
+HOME = "home"
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -32,33 +34,41 @@ class Overlap:
         return 100 * min(1.0, max(0.0, 1 - self.exposed_s / self.alone_s))
 
 
+@dataclass(frozen=True)
+class Leg:
+    """Pulls to a strategy, or pushes from it."""
+
+    direction: Direction
+    strategy: Strategy
+    traffic: Traffic
+
+    @property
+    def name(self) -> str:
+        ends = (HOME, self.strategy.name) if self.direction == "pull" else (self.strategy.name, HOME)
+        return f"{self.direction}: {ends[0]} -> {ends[1]}"
+
+
 def simulated(
-    program: Program,
-    strategy: Strategy,
-    cluster: Cluster,
-    tokens: int,
-    micro_batches: int,
-    direction: Direction,
-    moved: Traffic,
-    home: Home | None = None,
+    program: Program, leg: Leg, cluster: Cluster, tokens: int, micro_batches: int, home: Home | None = None
 ) -> Overlap:
     """Simulate a step with and without its pulls (or pushes), and the transfers without computation.
 
     Args:
+        leg: if it has no traffic, `alone_s` and `exposed_s` are 0.
         tokens: tokens per micro-batch, all in one sequence.
-        moved: traffic of the pulls or pushes; if empty, `alone_s` and `exposed_s` are 0.
     """
+    strategy = leg.strategy
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))
     degrees = sorted({stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages})
     costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
     work = costs.work(strategy, Assignment.even(counts, tokens))
-    other: Direction = "push" if direction == "pull" else "pull"
-    without = Without(work, direction)
+    other: Direction = "push" if leg.direction == "pull" else "pull"
+    without = Without(work, leg.direction)
     alone = Without(work, "computing", "messages", "ending", other)
     idle = Without(work, "computing", "messages", "ending", "pull", "push")
     variants = (work, without, alone, idle)
     whole, less, by_itself, nothing = (simulate(programs, cluster, variant).seconds for variant in variants)
-    if not moved.total:
+    if not leg.traffic.total:
         return Overlap(0.0, 0.0, whole)
     return Overlap(by_itself - nothing, max(0.0, whole - less), whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -13,8 +12,8 @@ from hydragraph.commands.bench.bench_models import meta_model
 from hydragraph.commands.bench.bench_options import BenchLinkOptions
 from hydragraph.commands.bench.bench_table import BenchReport, Cell, PictureBar
 from hydragraph.commands.bench.link_measure import measure_rank, over_ranks
-from hydragraph.commands.bench.link_overlap import Overlap, simulated
-from hydragraph.cost.link_bytes import Direction, Traffic, traffic
+from hydragraph.commands.bench.link_overlap import HOME, Leg, Overlap, simulated
+from hydragraph.cost.link_bytes import Direction, traffic
 from hydragraph.engine.candidate_strategies import home_on
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.home_layout import HomeLayouts
@@ -29,23 +28,10 @@ COLUMNS = (
     *("link", "how", "MB between ranks", "MB kept local", "most MB into or out of a rank"),
     *("ms alone", "ms exposed", "ms of the step", "% overlapped"),
 )
-HOME = "home"
 MATRIX_RANKS = 8
 MEASURED_RANKS = 4
 MEASURED_TOKENS = 512
 ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class _Leg:
-    direction: Direction
-    strategy: Strategy
-    traffic: Traffic
-
-    @property
-    def name(self) -> str:
-        ends = (HOME, self.strategy.name) if self.direction == "pull" else (self.strategy.name, HOME)
-        return f"{self.direction}: {ends[0]} -> {ends[1]}"
 
 
 def bench_link(options: BenchLinkOptions, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
@@ -71,13 +57,12 @@ def bench_link(options: BenchLinkOptions, tell: Callable[[str], None] = lambda w
     nodes = [device.node for device in cluster.devices]
     home = home_on(program, strategies, home, nodes)
     homes = HomeLayouts(home.on(nodes), ranks).by_name(program.buckets)
-    legs = [_Leg(way, used, traffic(program, layouts(program, used, homes), way)) for way, used in ways]
+    legs = [Leg(way, used, traffic(program, layouts(program, used, homes), way)) for way, used in ways]
     rows: list[tuple[Cell, ...]] = []
     bars: list[PictureBar] = []
     for leg in legs:
         tell(f"simulating {leg.name}")
-        sizes = (options.tokens, options.micro_batches)
-        prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, home)
+        prediction = simulated(program, leg, cluster, options.tokens, options.micro_batches, home)
         rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
         bars += [
             PictureBar(leg.name, "alone", 1e3 * prediction.alone_s),
@@ -113,13 +98,13 @@ def _check_ranks(cluster: Cluster, ranks: int, measure: bool | None) -> None:
         raise ValueError(f"--measure runs up to {MEASURED_RANKS} local ranks, not {ranks}: use --no-measure")
 
 
-def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
+def _row(leg: Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
     sizes = (total / 1e6, leg.traffic.local / 1e6, leg.traffic.most / 1e6)
     times = (1e3 * overlap.alone_s, 1e3 * overlap.exposed_s, 1e3 * overlap.step_s)
     return (leg.name, how, *sizes, *times, overlap.percent)
 
 
-def _measured(model: str, home: Home, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
+def _measured(model: str, home: Home, legs: Sequence[Leg], ranks: int) -> list[tuple[Cell, ...]]:
     strategies = tuple(leg.strategy for leg in legs)
     args = (model, strategies, MEASURED_TOKENS, ROUNDS, home)
     if ranks == 1:
@@ -147,7 +132,7 @@ def _notes(options: BenchLinkOptions, program: Program, cluster: Cluster, ranks:
     )
 
 
-def _matrix(leg: _Leg, ranks: int) -> str:
+def _matrix(leg: Leg, ranks: int) -> str:
     lines = [f"{leg.name}: MB from rank (row) to rank (column)", "     " + "".join(f"{r:>9}" for r in range(ranks))]
     for source in range(ranks):
         cells = (leg.traffic.pairs.get((source, target), 0) / 1e6 for target in range(ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydragraph.commands.bench.link_overlap import Overlap, simulated
+from hydragraph.commands.bench.link_overlap import Leg, Overlap, simulated
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.home_layout import HomeLayouts
@@ -34,7 +34,7 @@ def test_simulation(program: Program) -> None:
     placed = layouts(program, strategy, HomeLayouts(EQUAL, 4).by_name(program.buckets))
     for direction in ("pull", "push"):
         moved = traffic(program, placed, direction)  # type: ignore[arg-type]
-        found = simulated(program, strategy, cluster, 4096, 2, direction, moved)  # type: ignore[arg-type]
+        found = simulated(program, Leg(direction, strategy, moved), cluster, 4096, 2)  # type: ignore[arg-type]
         slowest = cluster.within_node
         assert moved.most / slowest.bytes_per_s < found.alone_s < found.step_s
         assert 0 <= found.exposed_s <= found.alone_s + 1e-12
@@ -45,4 +45,4 @@ def test_one_rank_sends_nothing(program: Program) -> None:
     moved = traffic(program, layouts(program, strategy, HomeLayouts(EQUAL, 1).by_name(program.buckets)), "pull")
     assert moved.total == 0
     assert moved.local == 2 * sum(b.size for b in program.buckets)
-    assert simulated(program, strategy, default_cluster(1), 64, 1, "pull", moved).percent == 100
+    assert simulated(program, Leg("pull", strategy, moved), default_cluster(1), 64, 1).percent == 100
