@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -19,7 +19,7 @@ from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.passes.variants import Variants
-from hydragraph.report.number_text import bytes_text, counts_text
+from hydragraph.report.number_text import aligned, bytes_text, counts_text
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -177,14 +177,5 @@ def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
     return f"{word} {text}" if len(text) <= most else f"{word} {ranks[0]}..{ranks[-1]} ({len(ranks)} of them)"
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a table; its first `left` columns are aligned left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    return [f"  {line}" for line in aligned(rows, left)]

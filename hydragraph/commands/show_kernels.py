@@ -19,7 +19,7 @@ def kernel_lines(folder: ShownFolder) -> Iterator[str]:
     yield f"  least: the minimum time at {rates}, from the datasheet of {arch.gpu}"
     yield from table([_HEAD, *(_graph_row(graph, arch) for graph in file.graphs)])
     yield "kernels, each in its first configuration (choices: number of configurations that a GPU would time):"
-    yield from table([_KERNEL_HEAD, *_kernel_rows(file)], left=2)
+    yield from table([_KERNEL_HEAD, *_kernel_rows(file)], left=(0, 1))
 
 
 _HEAD = ("graph", "launches", "kernels", "registers", "spilled", "shared", "bytes", "GFLOPs", "least")

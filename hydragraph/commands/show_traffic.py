@@ -102,7 +102,7 @@ def _totals(by_kind: Mapping[str, Traffic], node: int) -> Iterator[str]:
         apart = traffic.src // node != traffic.dst // node
         row = (bytes_text(traffic.total), bytes_text(int(traffic.size[apart].sum())), bytes_text(traffic.most))
         rows.append((kind, KINDS[kind], *row))
-    yield from table(rows, left=2)
+    yield from table(rows, left=(0, 1))
 
 
 def _of_rank(by_kind: Mapping[str, Traffic], rank: int) -> Iterator[str]:
@@ -141,6 +141,6 @@ def _nodes(each: Traffic, count: int, node: int) -> Iterator[str]:
         ranks = f"{i * node}-{(i + 1) * node - 1}"
         inside, sent, received = (bytes_text(int(size)) for size in (within[i], sums[i].sum(), sums[:, i].sum()))
         rows.append((str(i), ranks, inside, sent, received, most))
-    head, *body = table(rows, left=2)
+    head, *body = table(rows, left=(0, 1))
     yield head
     yield from shortened(body, rows=16, more=" nodes")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse, PlanReport, scheme_counts
+from hydragraph.report.number_text import aligned
 
 ROWS = 8  # table rows without --explain
 MEANING = {
@@ -94,22 +94,17 @@ def _verdict(report: PlanReport) -> list[str]:
 def _table(report: PlanReport, explain: bool) -> list[str]:
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
-    width = max(len(scheme_counts(c.strategy)) for c in shown)
-    lines = [
-        f"{'candidate':<{width}} {'devices':>8} {'seconds':>9} {'alone':>7} {'vs homog.':>10} {'MaxLen':>8} "
-        f"{'wins':>5}  why not"
-    ]
+    rows = [("candidate", "devices", "seconds", "alone", "vs homog.", "MaxLen", "wins", "why not")]
     for c in shown:
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
-        ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
-        name = f"{scheme_counts(c.strategy):<{width}}"
         alone = f"{c.alone:.3f}" if math.isfinite(c.alone) else "-"
-        numbers = f"{c.devices:>8} {seconds:>9} {alone:>7} {ratio:>10} {c.max_len:>8} {c.wins:>5}"
-        lines.append(f"{name} {numbers}  {c.why}")
+        ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
+        numbers = (str(c.devices), seconds, alone, ratio, str(c.max_len), str(c.wins))
+        rows.append((scheme_counts(c.strategy), *numbers, c.why))
     hidden = len(report.candidates) - len(shown)
-    lines += [f"and {hidden} more; --explain shows all"] if hidden else []
     return [
-        *lines,
+        *aligned(rows, left=(0, 7)),
+        *([f"and {hidden} more; --explain shows all"] if hidden else []),
         "alone: mean seconds if only each mini-batch's longest sequence runs, a lower bound for the iteration",
     ]
 
@@ -123,10 +118,10 @@ def _memory(report: PlanReport) -> list[str]:
     for candidate in _few(report):
         for use in candidate.memory:
             by_scheme.setdefault(use.scheme, use)
-    lines = [f"{'scheme':<12} {'MaxLen':>8} {'UtilLen':>8}  memory of the fullest device, at MaxLen"]
+    rows = [("scheme", "MaxLen", "UtilLen", "memory of the fullest device, at MaxLen")]
     for (tp, pp), use in sorted(by_scheme.items(), reverse=True):
-        lines.append(f"{f'<tp{tp},pp{pp}>':<12} {use.max_len:>8} {use.util_len:>8}  {_bytes(use)}")
-    return lines
+        rows.append((f"<tp{tp},pp{pp}>", str(use.max_len), str(use.util_len), _bytes(use)))
+    return aligned(rows, left=(0, 3))
 
 
 def _bytes(use: MemoryUse) -> str:
@@ -140,11 +135,9 @@ def _bytes(use: MemoryUse) -> str:
 
 
 def _parts(report: PlanReport) -> list[str]:
-    shown: Sequence[ComparedCandidate] = [c for c in report.candidates if c.parts is not None]
-    width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
-    lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]
-    for c in shown:
-        assert c.parts is not None
-        numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # no -0.000
-        lines.append(f"{scheme_counts(c.strategy):<{width}} " + " ".join(f"{n:>8.3f}" for n in numbers))
-    return [*lines, *(f"  {name}: {meaning}" for name, meaning in MEANING.items())]
+    rows = [("seconds go to", *MEANING)]
+    for c in report.candidates:
+        if c.parts is not None:
+            numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # no -0.000
+            rows.append((scheme_counts(c.strategy), *(f"{n:.3f}" for n in numbers)))
+    return [*aligned(rows), *(f"  {name}: {meaning}" for name, meaning in MEANING.items())]

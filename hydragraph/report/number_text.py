@@ -1,9 +1,9 @@
-"""Number formats for tables."""
+"""Numbers and tables as text."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,13 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return the lines of a table; the columns in `left` are aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{{:{'<' if i in left else '>'}{width}}}" for i, width in enumerate(widths)]
+    return ["  ".join(form.format(cell) for form, cell in zip(forms, row, strict=True)).rstrip() for row in rows]
 
 
 def counts_text(counts: Sequence[int], times: str = "*", comma: str = ",") -> str:
