@@ -120,8 +120,9 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
                 info = each.metadata["info"](*names, rich_help_panel=cls.__dict__.get("PANEL"))
                 default = inspect.Parameter.empty if each.default is MISSING else each.default
                 kind = inspect.Parameter.KEYWORD_ONLY
-                hint = Annotated[hints[each.name], info]  # type: ignore[valid-type]
-                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hint))
+                hint = hints[each.name]
+                annotation = Annotated[hint, info]  # type: ignore[valid-type]
+                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
 
     @wraps(function)
     def command(**given: Any) -> None:
