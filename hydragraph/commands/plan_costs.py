@@ -120,38 +120,38 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     return costs, source, lambda block, part: variants.traced(named[block], part)
 
 
-def compile_graphs(
-    costs: Costs, seconds: float | None, backwards: bool = False, ready: Ready = lambda *_: False
-) -> Costs:
+def compile_graphs(costs: Costs, seconds: float | None, ready: Ready = lambda *_: False) -> Costs:
     """Compile the graphs of all kinds of stages; return costs of kinds compiled within `seconds` or already `ready`.
 
-    Kinds without sequence parallelism, which share traces, are compiled first, or last if `backwards`. Kinds with one
-    device per stage are always compiled.
+    Kinds without sequence parallelism, which share traces, are compiled first. Kinds with one device per stage are
+    always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart
 
     until = None if seconds is None else time.monotonic() + seconds
-    examples = _examples(costs)
     late: set[StageKind] = set()
-    for kind in _kinds(costs)[:: -1 if backwards else 1]:
-        part = StagePart(kind, 0)
+    for kind in _kinds(costs):
         over = kind.tp > 1 and until is not None and time.monotonic() > until
-        if over and not all(ready(block, part) for block in examples):
+        if over and not all(ready(block, StagePart(kind)) for block in _examples(costs)):
             late.add(kind)
-            continue
-        for block in examples:
-            costs.blocks.adds(block, part)
+        else:
+            _compile(costs, kind)
     return costs.changed(profile=_without(costs.profile, late)) if late else costs
 
 
-def _compile_sums_in_pieces(costs: Costs) -> None:
+def compile_backwards(costs: Costs) -> None:
+    """Compile the graphs of all kinds of stages, last kinds first, then those with sums in pieces."""
+    kinds = _kinds(costs)
+    pieces = [kind._replace(sums_in_pieces=True) for kind in kinds if kind.tp > 1 and not kind.sequence_parallel]
+    for kind in [*reversed(kinds), *pieces]:
+        _compile(costs, kind)
+
+
+def _compile(costs: Costs, kind: StageKind) -> None:
     from hydragraph.spec.stage_kind import StagePart
 
-    for kind in _kinds(costs):
-        if kind.tp > 1 and not kind.sequence_parallel:
-            part = StagePart(kind._replace(sums_in_pieces=True), 0)
-            for block in _examples(costs):
-                costs.blocks.adds(block, part)
+    for block in _examples(costs):
+        costs.blocks.adds(block, StagePart(kind))
 
 
 def _examples(costs: Costs) -> Collection[str]:
@@ -229,13 +229,12 @@ def _end_with_command() -> None:
 
 
 @uncollected()
-def _compile_backwards() -> None:
+def _help_command() -> None:
     asked = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_command, daemon=True).start()
     costs, *_ = costs_of_plan(asked, PlanInputs.read(asked), str)
-    compile_graphs(costs, None, backwards=True)
-    _compile_sums_in_pieces(costs)
+    compile_backwards(costs)
 
 
 if __name__ == "__main__":
-    _compile_backwards()
+    _help_command()

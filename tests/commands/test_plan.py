@@ -167,14 +167,19 @@ def test_kinds_that_the_other_process_has_compiled_are_kept_at_the_deadline() ->
     assert kept == {StageKind(2, False, True)}
 
 
-def test_another_process_compiles_graphs_from_the_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_compiles_from_the_other_end_then_sums_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     costs = priced.costs(LAYERS, priced.mixed())
-    kinds: dict[bool, list[StageKind]] = {False: [], True: []}
-    for backwards, seen in kinds.items():
-        monkeypatch.setattr(type(costs.blocks), "adds", lambda _, block, part, seen=seen: seen.append(part.kind))
-        compile_graphs(costs, None, backwards)
-    assert len(set(kinds[False])) > 1
-    assert kinds[True] == kinds[False][::-1]
+    seen: list[StageKind] = []
+    monkeypatch.setattr(type(costs.blocks), "adds", lambda _, block, part: seen.append(part.kind))
+    compile_graphs(costs, None)
+    first = list(dict.fromkeys(seen))
+    assert len(first) > 1
+    seen.clear()
+    plan_costs.compile_backwards(costs)
+    pieces = [StageKind(2, False, again, True) for again in (False, True)]
+    assert list(dict.fromkeys(seen)) == [*first[::-1], *pieces]
 
 
 def test_graphs_that_share_a_trace_are_compiled_by_one_process() -> None:
@@ -184,14 +189,6 @@ def test_graphs_that_share_a_trace_are_compiled_by_one_process() -> None:
     kinds = plan_costs._kinds(costs.changed(profile=replace(costs.profile, pieces={**pieces, **further})))
     assert {(kind.sequence_parallel, kind.recompute) for kind in kinds} == {*product((False, True), repeat=2)}
     assert kinds == sorted(kinds, key=lambda kind: kind.sequence_parallel)
-
-
-def test_the_other_process_also_compiles_sums_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = priced.costs(LAYERS, priced.mixed())
-    seen: set[StageKind] = set()
-    monkeypatch.setattr(type(costs.blocks), "adds", lambda _, block, part: seen.add(part.kind))
-    plan_costs._compile_sums_in_pieces(costs)
-    assert seen == {StageKind(2, False, again, True) for again in (False, True)}
 
 
 def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
