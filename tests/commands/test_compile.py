@@ -152,7 +152,7 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
 
 def test_a_schedule_that_inductor_refuses_is_not_verified() -> None:
     compiler: Any = SimpleNamespace(backend="inductor")
-    compiled = _compiled(compiler, hg.Strategy.parse("<tp1,pp2> zb-h1", 2), "1", None)
+    compiled = _compiled(compiler, "<tp1,pp2> zb-h1", 2, "1", None)
     assert "splits each backward in two" in compiled.record.problem
 
 
