@@ -144,8 +144,8 @@ def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple
     library = 0
     counts: dict[tuple[str, str], int] = {}
     for node in module.graph.nodes:
-        called = node.op in ("call_function", "call_method") and node.target != RESULT
-        library += called and (_is_library(node) or _is_ordinary(node))
+        if node.op in ("call_function", "call_method") and node.target != RESULT:
+            library += _is_library(node) or (node.target not in NO_WORK and makes_tensors(node.target))
         piece = getattr(module, str(node.target)) if node.op == "call_module" else None
         for launch in launches(piece.codes[0][0]) if isinstance(piece, GraphPiece) and piece.codes else ():
             if launch.source:
@@ -165,10 +165,6 @@ def _record(name: str, kernel: BuiltKernel, count: int) -> KernelRecord:
 def _is_library(node: fx.Node) -> bool:
     attends = "varlen_attention" in str(node.target)
     return attends or node.target in _PRODUCTS | _LOOKUPS or head_operands(node) is not None
-
-
-def _is_ordinary(node: fx.Node) -> bool:
-    return node.target not in NO_WORK and makes_tensors(node.target)
 
 
 def _shape(node: Any, sizes: Sizes) -> list[float]:

@@ -87,7 +87,8 @@ def sequence_of(
         brought[name] = _per_token(brought[name], own[name], sum(size))
     for name, value in brought.items():
         kind = own.get(name, Field(torch.int64))
-        if not isinstance(value, Tensor) or not _is_of(value.dtype, kind.dtype) or value.shape != (*size, *kind.sizes):
+        dtypes = _INTEGERS if kind.dtype is torch.int64 else (kind.dtype,)
+        if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != (*size, *kind.sizes):
             raise ValueError(f"sequence {index}: {name} is {_described(value)}; pass {_wanted(name, own)}")
         brought[name] = value.detach().to("cpu", kind.dtype).contiguous()
     if not causal and not {"labels", "shift_labels"} & set(brought):
@@ -141,10 +142,6 @@ def _wanted(name: str, own: Mapping[str, Field]) -> str:
         return "1-D int64 tensors of equal length; a mini-batch is a list of sequences"
     number = "" if own[name].sizes else ", or one number for all tokens"
     return f"{own[name].dtype} [tokens{''.join(f', {n}' for n in own[name].sizes)}] tensors of equal length{number}"
-
-
-def _is_of(dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    return dtype is wanted or (wanted is torch.int64 and dtype in _INTEGERS)
 
 
 def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index: int) -> None:
