@@ -175,8 +175,8 @@ def excluded_text(before: Costs, after: Costs) -> str:
     if not count:
         return ""
     return (
-        f"; excluded {count} kind{'s' * (count > 1)} of stages that were not compiled in time: try again: compiled "
-        "graphs are cached"
+        f"; excluded {count} kind{'s' * (count > 1)} of stages that were not compiled in time: try again, because "
+        "compiled graphs are cached"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from hydragraph.atomic_write import save_figure
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.plan import Plan
+from hydragraph.spec.home_text import consecutive
 from hydragraph.spec.pipeline import Stage
 
 TALLEST = 72  # rows
@@ -94,8 +95,7 @@ def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_StageBar]:
     for i, pipeline in enumerate(plan.strategy.pipelines):
         for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
             at = sorted(rows.index(rank) for rank in stage.devices)
-            for _, run in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
-                together = [row for _, row in run]
+            for together in consecutive(at):
                 last = first + stage.layers
                 yield _StageBar(together[0], together[-1], first, last, i, _stage_text(i, j, stage))
 

@@ -23,13 +23,9 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
+    """Divide numbers into runs of consecutive integers."""
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # constant within a run
+    return [[number for _, number in run] for _, run in runs]
 
 
 def _owners(shares: Sequence[float] | None, ranks: int) -> str:
