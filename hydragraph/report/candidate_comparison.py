@@ -195,7 +195,7 @@ def explain(
     )
     _check_devices(chosen, devices)
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
-    compared = _Samples(profile, chosen, batches, choices, seed).candidates(context)
+    compared = _SampledBatches(profile, chosen, batches, choices, seed).candidates(context)
     ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
@@ -258,8 +258,8 @@ def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Samples:
-    """Sample mini-batches, and for each the choice among the strategies."""
+class _SampledBatches:
+    """Sample mini-batches, each with the choice among the strategies."""
 
     profile: Schemes
     strategies: Sequence[Strategy]
