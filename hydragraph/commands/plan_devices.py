@@ -22,7 +22,7 @@ from hydragraph.commands.plan_costs import (
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.commands.progress import Say, progress
 from hydragraph.planner.uncollected import uncollected
-from hydragraph.spec.record import flow_yaml
+from hydragraph.spec.record import attributes_of, flow_yaml
 from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.train.config import TrainConfig
 
@@ -246,24 +246,17 @@ def _record(plan: Plan, costs: Costs, source: str) -> dict[str, Any]:
         "strategies": [strategy.name for strategy in plan.strategies],
         "micro_batches": list(plan.assignment.counts),
         "seconds": _finite(plan.seconds),
-        "simulated": plan.simulated,
-        "bound": plan.bound,
         "gap": _finite(plan.gap),
-        "memory": list(plan.memory),
-        "limits": list(plan.limits),
-        "moved_bytes": plan.moved_bytes,
-        "origin": plan.origin,
+        **attributes_of(plan, "simulated", "bound", "memory", "limits", "moved_bytes", "origin", "took_s"),
         "rivals": [
             {
-                "strategy": r.strategy.name,
-                "pipelines": r.strategy.to_dict(),
-                "seconds": _finite(r.seconds),
-                "origin": r.origin,
-                "why": r.why,
+                "strategy": rival.strategy.name,
+                "pipelines": rival.strategy.to_dict(),
+                "seconds": _finite(rival.seconds),
+                **attributes_of(rival, "origin", "why"),
             }
-            for r in plan.rivals
+            for rival in plan.rivals
         ],
-        "took_s": plan.took_s,
         "source": source,
         "pipelines": plan.strategy.to_dict(),
         "nodes": [costs.cluster.node_of(rank) for rank in ranks],

@@ -8,6 +8,7 @@ from typing import Any
 
 from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse, PlanReport, scheme_counts
 from hydragraph.report.number_text import aligned
+from hydragraph.spec.record import attributes_of
 
 ROWS = 8  # table rows without --explain
 MEANING = {
@@ -41,7 +42,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
     """Return a report as JSON-compatible data; infinite numbers become None."""
     example = report.example
     return {
-        **{name: getattr(report, name) for name in ("profile", "devices", "context", "tokens", "iterations")},
+        **attributes_of(report, "profile", "devices", "context", "tokens", "iterations"),
         "dynamic_seconds": report.dynamic,
         "hetero_sync_seconds": report.sync,
         "sequences_cut": report.cut,
@@ -61,15 +62,11 @@ def _record(candidate: ComparedCandidate) -> dict[str, Any]:
     return {
         "text": scheme_counts(candidate.strategy),
         "strategy": [list(s) for s in candidate.strategy],
-        "homogeneous": candidate.homogeneous,
-        "devices": candidate.devices,
+        **attributes_of(candidate, "homogeneous", "devices", "fits", "wins", "why"),
         "seconds": candidate.seconds if math.isfinite(candidate.seconds) and candidate.assigned else None,
         "bound": candidate.bound if math.isfinite(candidate.bound) else None,
         "longest_alone": candidate.alone if math.isfinite(candidate.alone) else None,
-        "fits": candidate.fits,
-        "wins": candidate.wins,
         "parts": candidate.parts and asdict(candidate.parts),
-        "why": candidate.why,
         "memory": [{**asdict(use), "scheme": list(use.scheme)} for use in candidate.memory],
     }
 

@@ -13,6 +13,7 @@ from hydragraph.cost.accounts import CAUSES, TRANSFERS, TimeAccount, TimeKind, m
 from hydragraph.cost.corrections import CORRECTED, Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent, read_trace
+from hydragraph.spec.record import attributes_of
 from hydragraph.spec.strategy import Strategy
 
 # `sentence` names a rank that causes more than this fraction of a kind's difference.
@@ -167,14 +168,7 @@ class RunComparison:
                 for row in (*self.kinds, *self.rows)
             ],
             "steps": [
-                {
-                    "step": step.step,
-                    "strategy": step.strategy,
-                    "seconds": step.seconds,
-                    "measured_s": step.measured_s,
-                    "predicted_s": step.predicted_s,
-                }
-                for step in self.steps
+                attributes_of(step, "step", "strategy", "seconds", "measured_s", "predicted_s") for step in self.steps
             ],
         }
 

@@ -175,6 +175,10 @@ def to_record(value: Any) -> Any:
     return [to_record(entry) for entry in value] if isinstance(value, tuple) else value
 
 
+def attributes_of(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
 def flow_yaml(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=2**31).strip()
 
