@@ -29,7 +29,7 @@ from hydragraph.spec.training_workload import check_sequences
 
 Strategy = tuple[Scheme, ...]
 
-# Candidates, and homogeneous ones, that are always evaluated.
+# Best candidates, and best homogeneous candidates, that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
 # Mini-batches used only to improve candidates.

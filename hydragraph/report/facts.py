@@ -13,7 +13,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 # Kinds of bars, with colours in report.css.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
 STREAMS = ("compute", "pull", "push", "p2p", "offload")
-# Kinds of traffic whose waits a run measures, and all kinds.
+# Kinds of traffic: those whose waits a run measures, and all.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 

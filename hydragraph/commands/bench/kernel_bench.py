@@ -134,7 +134,7 @@ def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
     large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
-    yield Target.at_least(name, 0.9, _ratio(large, "triton", "torch"), "{:.2f}x")  # it runs varlen_attn's kernels
+    yield Target.at_least(name, 0.9, _ratio(large, "triton", "torch"), "{:.2f}x")  # these kernels are varlen_attn's
     backends = ("flash_attn", "torch", "triton")
     worst = [
         min(side[name].milliseconds for name in backends if name in side) / side["dispatch"].milliseconds
