@@ -91,7 +91,7 @@ def _verdict(report: PlanReport) -> list[str]:
 def _table(report: PlanReport, explain: bool) -> list[str]:
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
-    rows = [("candidate", "devices", "seconds", "alone", "vs homog.", "MaxLen", "wins", "why not")]
+    rows = [("candidate", "devices", " seconds", " alone", "vs homog.", " MaxLen", "wins", "why not")]
     for c in shown:
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
         alone = f"{c.alone:.3f}" if math.isfinite(c.alone) else "-"
@@ -115,7 +115,7 @@ def _memory(report: PlanReport) -> list[str]:
     for candidate in _few(report):
         for use in candidate.memory:
             by_scheme.setdefault(use.scheme, use)
-    rows = [("scheme", "MaxLen", "UtilLen", "memory of the fullest device, at MaxLen")]
+    rows = [("scheme      ", " MaxLen", "UtilLen", "memory of the fullest device, at MaxLen")]
     for (tp, pp), use in sorted(by_scheme.items(), reverse=True):
         rows.append((f"<tp{tp},pp{pp}>", str(use.max_len), str(use.util_len), _bytes(use)))
     return aligned(rows, left=(0, 3))
@@ -132,7 +132,7 @@ def _bytes(use: MemoryUse) -> str:
 
 
 def _parts(report: PlanReport) -> list[str]:
-    rows = [("seconds go to", *MEANING)]
+    rows = [("seconds go to", *(f"{name:>7}" for name in MEANING))]
     for c in report.candidates:
         if c.parts is not None:
             numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # no -0.000
