@@ -124,7 +124,7 @@ def strategies_and_costs(
     strategies = read_strategies(texts, model, len(cluster.devices))
     profile = files.profile
     if profile is None:
-        degrees = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
+        degrees = {stage.tp for strategy in strategies for stage in strategy.stages}
         if doubled:
             most = max(Counter(device.node for device in cluster.devices).values())
             further = {tp << k for tp in degrees for k in range(most.bit_length()) if tp << k <= most}

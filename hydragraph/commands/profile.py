@@ -127,7 +127,7 @@ def _kinds(
 ) -> tuple[StageKind, ...]:
     from hydragraph.spec.stage_kind import StageKind
 
-    kinds = [stage.kind for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
+    kinds = [stage.kind for strategy in strategies for stage in strategy.stages]
     again = [False, True] if options.recompute else [False]
     for tp in dict.fromkeys(tp for tp, _ in schemes):
         parallel = [False, True] if options.sequence_parallel and tp > 1 else [False]

@@ -82,9 +82,7 @@ def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
         "schedule": lambda each: each.strategy.schedule,
         "micro-batches": lambda each: counts_text(each.record.micro_batches),
         "ranks that compute": lambda each: len(each.strategy.devices),
-        "kinds of stage": lambda each: ", ".join(
-            sorted({stage.kind.text for pipeline in each.strategy.pipelines for stage in pipeline.stages})
-        ),
+        "kinds of stage": lambda each: ", ".join(sorted({stage.kind.text for stage in each.strategy.stages})),
         "instructions of all ranks": lambda each: f"{each.record.instructions:,}",
         "pulled": lambda each: bytes_text(each.record.pull_bytes),
         "pushed": lambda each: bytes_text(each.record.push_bytes),

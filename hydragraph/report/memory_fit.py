@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -95,7 +95,7 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: b
 
 
 def _offloading(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
-    offloaded = _with_stages(_whole(found.strategy), lambda stage: replace(stage, offload=True))
+    offloaded = _whole(found.strategy).with_stages(lambda stage: replace(stage, offload=True))
     for strategy, more in ((offloaded, ""), (recomputing(offloaded), " and recompute")):
         tried = fit(costs, strategy, assignment)
         if tried.fits:
@@ -140,15 +140,15 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
 
 
 def _widened(tried: MemoryFit, found: MemoryFit) -> str:
-    stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
+    stages = tried.strategy.stages
     more = ", recomputation" * any(stage.recompute for stage in stages)
     more += ", streaming" * any(bool(stage.stream) for stage in stages)
     return f"a higher tensor-parallel degree{more}: {tried.strategy.name} fits, {_takes(tried, found)}"
 
 
 def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
-    stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
-    before = [stage for pipeline in found.strategy.pipelines for stage in pipeline.stages]
+    stages = tried.strategy.stages
+    before = found.strategy.stages
     ways = []
     streams = [stage.stream for stage, other in zip(stages, before, strict=True) if stage.stream != other.stream]
     if streams:
@@ -215,17 +215,12 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
     """Return the strategy with `recompute` set to `how`, except in stages that already recompute in full."""
-    return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
+    return strategy.with_stages(lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
 def _whole(strategy: Strategy) -> Strategy:
     """Return the strategy with a schedule that does not split backwards; streaming and offloading require this."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
-
-
-def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strategy:
-    pipelines = (Pipeline(tuple(map(changed, pipeline.stages))) for pipeline in strategy.pipelines)
-    return replace(strategy, pipelines=tuple(pipelines))
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
@@ -237,7 +232,7 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 
     for recompute in (False, True):
         for stream in (GRADIENTS, True):
-            yield _with_stages(_whole(strategy), partial(changed, stream=stream, recompute=recompute))
+            yield _whole(strategy).with_stages(partial(changed, stream=stream, recompute=recompute))
 
 
 def wider(
@@ -263,11 +258,10 @@ def wider(
             )
             for one, other in pairs
         )
-        stages = [stage for pipeline in pipelines for stage in pipeline.stages]
-        if any(len({nodes[d] for d in s.devices}) > 1 or not costs.sizes.allows(s.tp) for s in stages):
+        strategy = replace(strategy, pipelines=pipelines)
+        if any(len({nodes[d] for d in s.devices}) > 1 or not costs.sizes.allows(s.tp) for s in strategy.stages):
             return
         batches = assignment.micro_batches
         merged = tuple((*one, *other) for one, other in zip(batches[::2], batches[1::2], strict=True))
-        strategy = replace(strategy, pipelines=pipelines)
         assignment = replace(assignment, micro_batches=merged)
         yield strategy, assignment

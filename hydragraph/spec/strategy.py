@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -105,6 +105,11 @@ class Strategy:
         return self.pipelines[0].layers
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of all pipelines."""
+        return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
     def devices(self) -> tuple[int, ...]:
         """All devices, without duplicates."""
         return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
@@ -134,11 +139,11 @@ class Strategy:
 
     @property
     def streams(self) -> bool:
-        return any(stage.stream for pipeline in self.pipelines for stage in pipeline.stages)
+        return any(stage.stream for stage in self.stages)
 
     @property
     def offloads(self) -> bool:
-        return any(stage.offload for pipeline in self.pipelines for stage in pipeline.stages)
+        return any(stage.offload for stage in self.stages)
 
     @property
     def name(self) -> str:
@@ -166,11 +171,12 @@ class Strategy:
             if rank in stage.devices
         )
 
-    def renumbered(self, devices: Mapping[int, int]) -> Strategy:
-        def moved(stage: Stage) -> Stage:
-            return replace(stage, devices=tuple(devices[device] for device in stage.devices))
+    def with_stages(self, changed: Callable[[Stage], Stage]) -> Strategy:
+        pipelines = (Pipeline(tuple(map(changed, pipeline.stages))) for pipeline in self.pipelines)
+        return replace(self, pipelines=tuple(pipelines))
 
-        return replace(self, pipelines=tuple(Pipeline(tuple(map(moved, p.stages))) for p in self.pipelines))
+    def renumbered(self, devices: Mapping[int, int]) -> Strategy:
+        return self.with_stages(lambda stage: replace(stage, devices=tuple(devices[d] for d in stage.devices)))
 
     def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
         """Raise a ValueError unless the strategy fits `layers` layers and `ranks` ranks.

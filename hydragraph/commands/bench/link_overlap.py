@@ -60,7 +60,7 @@ def simulated(
     strategy = leg.strategy
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))
-    degrees = sorted({stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages})
+    degrees = sorted({stage.tp for stage in strategy.stages})
     costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
     work = costs.work(strategy, Assignment.even(counts, tokens))
     other: Direction = "push" if leg.direction == "pull" else "pull"
