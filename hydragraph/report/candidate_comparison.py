@@ -1,13 +1,4 @@
-"""Comparison of a plan's candidates, with a breakdown of their predicted iteration times.
-
-The time of an iteration is the sum of these parts:
-
-    work     device time of the sequences, divided evenly over all devices
-    waiting  the slowest pipeline's work beyond this even share
-    fixed    the fixed costs c of the slowest pipeline's micro-batches
-    bubble   the rest of the slowest pipeline's time, in which stages fill, drain, and wait for each other
-    sync     pull, push, commit and update; with published constants, 0 if all pipelines are equal
-"""
+"""Comparison of a plan's candidates, and the parts of their times (`candidate_comparison_text.MEANING`)."""
 
 from __future__ import annotations
 
@@ -47,7 +38,7 @@ REASON = {
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of an iteration by part."""
+    """Seconds of an iteration by part; with published constants, `sync` is 0 if all pipelines are equal."""
 
     work: float
     waiting: float
