@@ -27,14 +27,12 @@ def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]
         note = (
             f"{len(ranks)} of {costs.ranks} ranks are shown: the first of each stage{', evenly spaced' * (step > 1)}."
         )
-    ranks_by_memory: dict[object, list[int]] = {}
-    curves: dict[object, MemoryCurve] = {}
+    groups: dict[object, tuple[MemoryCurve, list[int]]] = {}
     for rank in ranks:
         curve = timeline.memory[rank]
         key = (curve.peak, curve.points, costs.memory_of(rank))
-        ranks_by_memory.setdefault(key, []).append(rank)
-        curves[key] = curve
-    return tuple(_held(curves[key], who, costs.memory_of(who[0])) for key, who in ranks_by_memory.items()), note
+        groups.setdefault(key, (curve, []))[1].append(rank)
+    return tuple(_held(curve, who, costs.memory_of(who[0])) for curve, who in groups.values()), note
 
 
 def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:

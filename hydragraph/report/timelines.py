@@ -176,24 +176,24 @@ def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
 
 def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
-        run: list[TimeBar] = []
-        for bar in group:
-            if run and bar.begin > run[-1].end + 1e-3 * (bar.end - bar.begin):
-                yield _one(run, kind, micro_batch)
-                run = []
-            run.append(bar)
-        yield _one(run, kind, micro_batch)
+        for run in _runs(group, lambda run, bar: bar.begin > run[-1].end + 1e-3 * (bar.end - bar.begin)):
+            yield _one(run, kind, micro_batch)
 
 
 def _ticks(bars: Sequence[TimeBar], tick: float) -> Iterator[TimeBar]:
+    return map(_within_a_tick, _runs(bars, lambda run, bar: bar.end - run[0].begin > tick))
+
+
+def _runs(bars: Iterable[TimeBar], ends: Callable[[list[TimeBar], TimeBar], bool]) -> Iterator[list[TimeBar]]:
+    """Divide bars into runs; `ends` says whether a run ends before a bar."""
     run: list[TimeBar] = []
     for bar in bars:
-        if run and bar.end - run[0].begin > tick:
-            yield _within_a_tick(run)
+        if run and ends(run, bar):
+            yield run
             run = []
         run.append(bar)
     if run:
-        yield _within_a_tick(run)
+        yield run
 
 
 def _within_a_tick(run: Sequence[TimeBar]) -> TimeBar:
