@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,15 +143,14 @@ def _digest(kernel: BuiltKernel) -> str:
 
 def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple[int, list[KernelRecord]]:
     library = 0
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for node in module.graph.nodes:
         if node.op in ("call_function", "call_method") and node.target != RESULT:
             library += _is_library(node) or (node.target not in NO_WORK and makes_tensors(node.target))
         piece = getattr(module, str(node.target)) if node.op == "call_module" else None
         for launch in launches(piece.codes[0][0]) if isinstance(piece, GraphPiece) and piece.codes else ():
             if launch.source:
-                key = (launch.name, launch.source)
-                counts[key] = counts.get(key, 0) + 1
+                counts[launch.name, launch.source] += 1
             else:
                 library += 1
     return library, [_record(name, built[source], count) for (name, source), count in counts.items()]

@@ -38,10 +38,9 @@ def forward_code(variant: Variant, title: str) -> str:
 def backward_code(variant: Variant, title: str) -> str:
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(results_of(variant.forward)[variant.outputs :])}
-    arguments = [
-        *variant.needs,
-        *(argument for name in variant.added for argument in (f"total of {name}", f"beta of {name}")),
-    ]
+    arguments = [*variant.needs]
+    for name in variant.added:
+        arguments += [f"total of {name}", f"beta of {name}"]
     names = _names(variant.backward, [saved.get(argument) or _identifier(argument) for argument in arguments])
     results = [f"the gradient of {name}" for name in variant.gradients]
     return _text(variant, "backward", names, arguments, results, title)

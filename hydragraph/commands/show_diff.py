@@ -94,10 +94,9 @@ def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
             yield f"  {name}: {before} -> {after}"
     needed = set(one.record.variants)
     other_needed = set(other.record.variants)
-    if needed - other_needed:
-        yield f"  graphs no longer needed: {', '.join(sorted(needed - other_needed))}"
-    if other_needed - needed:
-        yield f"  graphs needed now: {', '.join(sorted(other_needed - needed))}"
+    for what, names in (("no longer needed", needed - other_needed), ("needed now", other_needed - needed)):
+        if names:
+            yield f"  graphs {what}: {', '.join(sorted(names))}"
 
 
 def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
