@@ -136,14 +136,11 @@ def baselines(
     return sides
 
 
-def _use_attention(model: nn.Module) -> None:
+def _use_attention(model: Any) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attention)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation = ATTENTION
+    model.set_attn_implementation(ATTENTION)
 
 
 def attention(
