@@ -21,6 +21,7 @@ from hydragraph.commands.options import (
     ConfigOptions,
     check_counts,
     chosen_home,
+    flag,
     home_option,
     micro_batches_option,
     option,
@@ -55,7 +56,7 @@ class CompileOptions(ConfigOptions):
     arch: str | None = option(
         "With --device cuda: compile for sm_80, sm_90 or sm_100 without a GPU. See show --kernels."
     )
-    trust: bool = option("Also write Inductor's code for train --trust.", default=False)
+    trust: bool = flag("Also write Inductor's code for train --trust.")
 
     def load(self) -> TrainConfig:
         config = with_strategies(super().load(), self.strategies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from hydragraph.commands.options import CommonOptions, argument, option, verb
+from hydragraph.commands.options import CommonOptions, argument, flag, option, verb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class ExportOptions(CommonOptions):
     run: Path = argument("The output folder of a run.")
     to: Path = option("The directory to write; it must be new or empty.", default=MISSING)
     step: str | None = option("Export the checkpoint after this step; default: the latest.", metavar="N")
-    merged: bool = option("For a run with adapters: merge the adapters into the full model.", default=False)
+    merged: bool = flag("For a run with adapters: merge the adapters into the full model.")
     dtype: str = option("Dtype of the weights: float32, bfloat16 or float16.", default="float32")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydragraph.commands.config_or_data import first_config
-from hydragraph.commands.options import CommonOptions, argument, check_written, option, verb
+from hydragraph.commands.options import CommonOptions, argument, check_written, flag, option, verb
 from hydragraph.train.available_devices import devices_here
 
 
@@ -16,7 +16,7 @@ class InitOptions(CommonOptions):
         "Data (files or folders of text, chat .jsonl, tables), a Hugging Face directory, or both.", default=None
     )
     to: Path = option("The file to write.", default=Path("hydragraph.yaml"))
-    overwrite: bool = option("Replace an existing file.", default=False)
+    overwrite: bool = flag("Replace an existing file.")
 
 
 @verb

@@ -40,6 +40,7 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
     return field(default=default, metadata={"info": partial(typer.Argument, help=help, **settings)})
 
 
+flag = partial(option, default=False)
 set_option = partial(option, "Replace a field of the config: section.field=value.", "--set")
 strategies_option = partial(option, "Strategy to use instead of the config's: a text or a YAML file.", "--strategy")
 home_option = partial(
@@ -69,7 +70,7 @@ efficiency_option = partial(
 )
 corrections_option = partial(option, "A file that hydragraph compare wrote, such as runs/demo/corrections.json.")
 micro_batches_option = partial(option, "Number of micro-batches per pipeline, such as 4,2, or one number for all.")
-json_option = partial(option, "Print JSON instead of text.", "--json", default=False)
+json_option = partial(flag, "Print JSON instead of text.", "--json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class CommonOptions:
         "Log every rank's events to stderr: info shows captures, plans, checkpoints, ...; debug also shows steps.",
         metavar="|".join(LEVELS),
     )
-    debug: bool = option("Show tracebacks.", default=False)
+    debug: bool = flag("Show tracebacks.")
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raise a ValueError for the first of these fields that the user has set."""

@@ -15,6 +15,7 @@ from hydragraph.commands.options import (
     cluster_option,
     corrections_option,
     efficiency_option,
+    flag,
     health_option,
     json_option,
     option,
@@ -39,7 +40,7 @@ class EqualOptions(CommonOptions):
         "--strategy",
         "--strategies",
     )
-    explain: bool = option("List all candidates, with a breakdown of their times.", default=False)
+    explain: bool = flag("List all candidates, with a breakdown of their times.")
 
 
 @dataclass(frozen=True, kw_only=True)

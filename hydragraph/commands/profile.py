@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from hydragraph.commands.captured_model import meta_model, program_of
 from hydragraph.commands.launch_process import launched, leads, on_ranks
-from hydragraph.commands.options import ConfigOptions, check_strategies, check_written, option, verb
+from hydragraph.commands.options import ConfigOptions, check_strategies, check_written, flag, option, verb
 from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
@@ -31,9 +31,9 @@ class ProfileOptions(ConfigOptions):
         "schemes that fit the ranks."
     )
     out: Path = option("The JSON file to write.", "--output", "--out", default=Path("profile.json"))
-    sequence_parallel: bool = option("Also measure stages with sequence parallelism.", default=False)
-    recompute: bool = option("Also measure stages that recompute.", default=False)
-    sums_in_pieces: bool = option("Also measure stages with tensor-parallel sums in pieces.", default=False)
+    sequence_parallel: bool = flag("Also measure stages with sequence parallelism.")
+    recompute: bool = flag("Also measure stages that recompute.")
+    sums_in_pieces: bool = flag("Also measure stages with tensor-parallel sums in pieces.")
     longest: int | None = option(
         "Tokens in the longest micro-batch; more tokens measure attention more accurately.", min=64
     )

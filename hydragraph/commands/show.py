@@ -15,6 +15,7 @@ from hydragraph.commands.options import (
     check_counts,
     check_memory,
     check_strategies,
+    flag,
     micro_batches_option,
     option,
     read_counts,
@@ -43,16 +44,16 @@ class ShowOptions(CommonOptions):
     micro_batches: str = micro_batches_option(default="2")
     rank: int | None = option("Show only this rank, including in the views below.")
     parameter: str | None = option("Owners and users of a parameter, such as lm_head.weight.")
-    memory: bool = option("Peak memory of each rank, by kind.", default=False)
+    memory: bool = flag("Peak memory of each rank, by kind.")
     limit: float | None = option("Mark ranks that exceed this memory of a device in bytes, such as 80e9.")
-    traffic: bool = option("Bytes sent between ranks and nodes, by kind.", default=False)
+    traffic: bool = flag("Bytes sent between ranks and nodes, by kind.")
     node: int = option("Number of ranks per node, for --traffic.", default=8, min=1)
     tokens: int = option("Tokens per micro-batch, for --memory and --traffic.", default=2048, min=1)
-    kernels: bool = option("Registers, spills, bytes and minimum time of each kernel.", default=False)
-    schedule: bool = option("Each stage's forwards and backwards over time.", default=False)
+    kernels: bool = flag("Registers, spills, bytes and minimum time of each kernel.")
+    schedule: bool = flag("Each stage's forwards and backwards over time.")
     output: Path | None = option("With --schedule: also draw the schedule to this .svg or .png file.")
     diff: str | None = option("Differences from another folder, or from another strategy of this folder.")
-    passes: bool = option("List the passes; with a config, also show the effect of each pass.", default=False)
+    passes: bool = flag("List the passes; with a config, also show the effect of each pass.")
     overrides: list[str] | None = set_option()
 
     @property

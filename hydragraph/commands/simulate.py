@@ -22,6 +22,7 @@ from hydragraph.commands.options import (
     default_devices_text,
     devices_option,
     efficiency_option,
+    flag,
     health_option,
     home_option,
     on_planned_devices,
@@ -129,7 +130,7 @@ class SimulateOptions(StepOptions):
     changes: list[str] | None = option(
         'Also simulate with one change, such as "device 3 x2.57" or "between_nodes x0.5".', "--what-if"
     )
-    critical: bool = option("Print the best strategy's critical path.", "--critical-path", default=False)
+    critical: bool = flag("Print the best strategy's critical path.", "--critical-path")
     trace: Path | None = option("Write the best strategy's timeline to this file.")
     picture: Path | None = option("Draw every rank's timeline to this PNG file.")
 

@@ -26,7 +26,7 @@ from hydragraph.commands.launch_process import (
     restarts_by_torchrun,
     torchrun_rendezvous,
 )
-from hydragraph.commands.options import CommonOptions, argument, check_strategies, option, set_option, verb
+from hydragraph.commands.options import CommonOptions, argument, check_strategies, flag, option, set_option, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.available_devices import RanksIfEqual, own_gpus
@@ -49,23 +49,20 @@ class TrainOptions(CommonOptions):
         show_default=False,
     )
     to: Path = option("The file to which the config for DATA and MODEL is written.", default=Path("hydragraph.yaml"))
-    resume: bool = option("Continue from the last complete checkpoint.", default=False)
+    resume: bool = flag("Continue from the last complete checkpoint.")
     resume_from: str | None = option(
         "Continue from this checkpoint of the run; later checkpoints are set aside.", metavar="step-N"
     )
-    auto_resume: bool = option(
+    auto_resume: bool = flag(
         "Continue from the last complete checkpoint, or begin the run if none exists; for jobs that a "
-        "scheduler restarts.",
-        default=False,
+        "scheduler restarts."
     )
-    overwrite: bool = option("Replace the run in the output folder.", default=False)
+    overwrite: bool = flag("Replace the run in the output folder.")
     compiled: Path | None = option(
         "Start without tracing, from this folder that hydragraph compile wrote for the config."
     )
-    trust: bool = option("Also load Inductor's code from --compiled; it runs with your permissions.", default=False)
-    trace: bool = option(
-        "Write a file for Perfetto with the times of every rank's instructions in the first steps.", default=False
-    )
+    trust: bool = flag("Also load Inductor's code from --compiled; it runs with your permissions.")
+    trace: bool = flag("Write a file for Perfetto with the times of every rank's instructions in the first steps.")
     max_restarts: int = option(
         "Number of times to continue from the last checkpoint after a rank fails; give torchrun the same number.",
         default=0,
