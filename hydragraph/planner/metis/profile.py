@@ -139,7 +139,7 @@ class MetisProfile:
         if not files:
             raise ValueError(f"{paths} has no files named like DeviceType.A100_tp1_bs1.json")
         entries = [entry for file in files for entry in _entries(file, layers)]
-        kind = entries[0].type
+        kind = entries[0].key[0]
         said: dict[str, int] = {}
         for name, value in (("hidden", hidden), ("sequence", sequence), ("vocabulary", vocabulary)):
             numbers = [value] if value is not None else [e.sizes[name] for e in entries if name in e.sizes]
@@ -147,10 +147,10 @@ class MetisProfile:
                 raise ValueError(f"{files[0]} does not contain {name}: give {name}=...")
             said[name] = int(numbers[0])
         # Metis reads the first listed file; in the published runs, that was the file chosen here.
-        measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
-        model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
+        measured = [e for e in entries if e.key[0] == kind and max(e.key[1:]) <= _MEASURED]
+        model = max(measured or entries[:1], key=lambda e: e.key[1:])
         return MetisProfile(
-            {(e.type, e.tp, e.size): e.measurement for e in entries},
+            {e.key: e.measurement for e in entries},
             model.parameters_bytes,
             model.optimizer_ms,
             model.batch_generator_ms,
@@ -160,9 +160,7 @@ class MetisProfile:
 
 @dataclass(frozen=True)
 class _Entry:
-    type: str
-    tp: int
-    size: int
+    key: tuple[str, int, int]  # as in `MetisProfile.measurements`
     measurement: Measurement
     parameters_bytes: tuple[float, float, float]
     optimizer_ms: float
@@ -187,69 +185,49 @@ def _own(name: str, record: Mapping[str, Any]) -> _Entry:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name}: rename this file to a form like DeviceType.A100_tp1_bs1.json")
-    times = record["execution_time"]
     parameters = record["model"]["parameters"]["parameters_per_layer_bytes"]
-    measurement = Measurement(
-        tuple(times["layer_compute_total_ms"]),
-        times["forward_backward_time_ms"],
-        tuple(record["execution_memory"]["layer_memory_total_mb"]),
-    )
-    return _Entry(
-        match[1],
-        int(match[2]),
-        int(match[3]),
-        measurement,
-        _ends(parameters),
-        times["optimizer_time_ms"],
-        times["batch_generator_time_ms"],
-        {},
-    )
+    memory = record["execution_memory"]["layer_memory_total_mb"]
+    key = (match[1], int(match[2]), int(match[3]))
+    return _entry(key, record["execution_time"], memory, parameters, {})
 
 
 def _samples(record: Mapping[str, Any]) -> Iterator[_Entry]:
     model = record["model"]
     sizes = {"hidden": model["hidden"], "sequence": model["seq"], "vocabulary": model["vocab"]}
+    parameters = model["parameters_per_layer_bytes"]
     for key, sample in record["samples"].items():
-        tp, size = _degree_and_size(key)
         memory = sample.get("layer_memory_total_mb") or sample["layer_memory_total_mb_samsung"]
-        measurement = Measurement(
-            tuple(sample["layer_compute_total_ms"]), sample["forward_backward_time_ms"], tuple(memory)
-        )
-        yield _Entry(
-            record["device"],
-            tp,
-            size,
-            measurement,
-            _ends(model["parameters_per_layer_bytes"]),
-            sample["optimizer_time_ms"],
-            sample["batch_generator_time_ms"],
-            sizes,
-        )
+        yield _entry((record["device"], *_degree_and_size(key)), sample, memory, parameters, sizes)
+
+
+def _entry(
+    key: tuple[str, int, int],
+    times: Mapping[str, Any],
+    memory: Sequence[float],
+    parameters: Sequence[float],
+    sizes: Mapping[str, int],
+) -> _Entry:
+    layers_ms = tuple(times["layer_compute_total_ms"])
+    measurement = Measurement(layers_ms, times["forward_backward_time_ms"], tuple(memory))
+    ends = (float(parameters[0]), float(parameters[1]), float(parameters[-1]))
+    return _Entry(key, measurement, ends, times["optimizer_time_ms"], times["batch_generator_time_ms"], sizes)
 
 
 def _by_number_of_layers(record: Mapping[str, Any], layers: int | None) -> Iterator[_Entry]:
     depths = sorted(map(int, record["by_num_layers"]))
     depth = depths[0] if layers is None or layers not in depths else layers
-    memory = record["layer_memory_mb"]
-    parameters = record["parameters_bytes"]
+    memory, parameters = (
+        tuple(record[what][end] for end in ("first", "mid", "last")) for what in ("layer_memory_mb", "parameters_bytes")
+    )
     for key, row in record["by_num_layers"][str(depth)].items():
-        tp, size = _degree_and_size(key)
         first, middle, last, forward_backward, _, optimizer, generator = row
         measurement = Measurement(
             (first, *[middle] * (depth - 2), last),
             forward_backward,
-            (memory["first"], *[memory["mid"]] * (depth - 2), memory["last"]),
+            (memory[0], *[memory[1]] * (depth - 2), memory[2]),
         )
-        yield _Entry(
-            record["device"],
-            tp,
-            size,
-            measurement,
-            (parameters["first"], parameters["mid"], parameters["last"]),
-            optimizer,
-            generator,
-            {},
-        )
+        where = (record["device"], *_degree_and_size(key))
+        yield _Entry(where, measurement, parameters, optimizer, generator, {})
 
 
 def _degree_and_size(key: str) -> tuple[int, int]:
@@ -257,10 +235,6 @@ def _degree_and_size(key: str) -> tuple[int, int]:
     if match is None:
         raise KeyError(f"{key!r} must have the form tp2_bs4")
     return int(match[1]), int(match[2])
-
-
-def _ends(parameters: Sequence[float]) -> tuple[float, float, float]:
-    return float(parameters[0]), float(parameters[1]), float(parameters[-1])
 
 
 Profile = MetisProfile
