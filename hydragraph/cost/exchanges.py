@@ -47,9 +47,7 @@ def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
 
 
 def _along_rings(cluster: Cluster, size: float) -> Transfers:
-    nodes: dict[int, list[int]] = {}
-    for rank, device in enumerate(cluster.devices):
-        nodes.setdefault(device.node, []).append(rank)
+    nodes = cluster.ranks_by_node
     rings = min(cluster.node(number).cards for number in nodes)
     pairs: dict[tuple[int, int], float] = {}
     for ring in range(rings):

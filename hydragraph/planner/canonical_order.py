@@ -23,11 +23,8 @@ TYPE = 4
 
 
 def order_of(costs: Costs) -> list[int]:
-    nodes: dict[int, list[int]] = {}
-    for rank in range(costs.ranks):
-        nodes.setdefault(costs.cluster.node_of(rank), []).append(rank)
     keyed_nodes = []
-    for number, ranks in nodes.items():
+    for number, ranks in costs.cluster.ranks_by_node.items():
         ordered = _of_node(costs, ranks)
         devices = [_device(costs, rank) for rank in ordered]
         keyed_nodes.append((devices[0][:TYPE], _node(costs, number), devices, ordered))

@@ -11,6 +11,7 @@ all but one kind        B
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 
 from hydragraph.cost.costs import Costs
@@ -19,9 +20,8 @@ from hydragraph.spec.health import Health
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
     """Yield costs for subsets of the canonically ordered nodes, and each subset's fraction of computing power."""
-    powers: dict[int, float] = {}
+    powers: dict[int, float] = defaultdict(float)
     for rank, device in enumerate(costs.cluster.devices):
-        powers.setdefault(device.node, 0.0)
         powers[device.node] += device.flops_per_s / costs.health.rate(rank)
     nodes = [node for node, power in powers.items() if power > 0]
     for kept in dict.fromkeys(_sets(costs, nodes)):
@@ -29,9 +29,9 @@ def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
 
 
 def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
-    kinds: dict[object, list[int]] = {}
+    kinds: dict[object, list[int]] = defaultdict(list)
     for node in nodes:
-        kinds.setdefault(kind_of(costs, node), []).append(node)
+        kinds[kind_of(costs, node)].append(node)
     ends = [1 << i for i in range(len(nodes).bit_length())]
     ends += [nodes.index(kind_nodes[-1]) + 1 for kind_nodes in kinds.values()]
     for count in sorted(set(ends)):
@@ -46,9 +46,8 @@ def kind_of(costs: Costs, node: int) -> object:
     """Return a key that is equal for nodes with equal links, cards and devices."""
     built = costs.cluster.node(node)
     devices = [
-        (costs.cluster.type_of(rank), device.memory_bytes, costs.health.rate(rank))
-        for rank, device in enumerate(costs.cluster.devices)
-        if device.node == node
+        (costs.cluster.type_of(rank), costs.cluster.devices[rank].memory_bytes, costs.health.rate(rank))
+        for rank in costs.cluster.ranks_by_node[node]
     ]
     return built.inner, built.outer, built.cards, tuple(sorted(devices))
 

@@ -14,7 +14,7 @@ With one type of device and one kind of block, the bound is Malleus's T_opt.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,14 +40,11 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
 
     healthy = costs.changed(health=Health())
     nodes = nodes_of(costs)
-    capacity: Counter[DeviceSite] = Counter()
+    capacity: dict[DeviceSite, float] = defaultdict(float)
     for node in nodes:
-        capacity[node.site] += sum(1 / rate for rate in node.rates)  # type: ignore[assignment]
+        capacity[node.site] += sum(1 / rate for rate in node.rates)
     sites = list(capacity)
-    largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
-    example = {
-        site: next(n.devices for n in nodes if n.site == site and len(n.devices) == largest[site]) for site in sites
-    }
+    example = {site: max((node.devices for node in nodes if node.site == site), key=len) for site in sites}
     blocks = Counter(costs.profile.blocks)
     templates = list(blocks)
     spent = np.full((len(sites), len(templates)), math.inf)
@@ -56,7 +53,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     every_length = tuple(lengths.elements())
     for s, site in enumerate(sites):
         for kind in costs.profile.of(site.type).pieces:
-            if kind.tp > largest[site] or not costs.sizes.allows(kind.tp):
+            if kind.tp > len(example[site]) or not costs.sizes.allows(kind.tp):
                 continue
             stage = Stage.of(example[site][: kind.tp], 1, kind)
             for t, template in enumerate(templates):

@@ -63,11 +63,9 @@ class RentalPrices:
             raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(node_prices):.4g} an hour")
 
     def nodes(self, lost: Collection[int]) -> dict[int, list[int]]:
-        nodes: dict[int, list[int]] = {}
-        for rank, device in enumerate(self.cluster.devices):
-            if rank not in lost:
-                nodes.setdefault(device.node, []).append(rank)
-        return nodes
+        nodes = self.cluster.ranks_by_node.items()
+        running = {number: [rank for rank in ranks if rank not in lost] for number, ranks in nodes}
+        return {number: ranks for number, ranks in running.items() if ranks}
 
     def hour(self, ranks: Iterable[int]) -> float:
         """Return the dollars per hour of ranks."""

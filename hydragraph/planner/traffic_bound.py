@@ -40,7 +40,7 @@ class Cards:
     """Lower bound from nodes' network cards and blocks' bytes."""
 
     def __init__(self, costs: Costs) -> None:
-        self._span = costs.outline.span
+        self._spans = costs.spans
         self._copies = costs.home.copies
         weights, gradients = bytes_by_block(costs)
         self._weights = costs.corrections.factor(TimeKind.PULL) * weights
@@ -57,10 +57,7 @@ class Cards:
             return 0.0
         uses = np.zeros((nodes, len(self._weights)))
         for pipeline in strategy.pipelines:
-            done = 0
-            for stage in pipeline.stages:
-                begin, end = self._span(done, done + stage.layers)
-                done += stage.layers
+            for stage, (begin, end) in zip(pipeline.stages, self._spans(pipeline), strict=True):
                 for rank in stage.devices:
                     uses[self._node[rank], begin:end] += 1 / stage.tp
         # If every rank uses a whole block, a collective may send it to each node only once.

@@ -284,6 +284,13 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         return self._device(rank).node
 
+    @cached_property
+    def ranks_by_node(self) -> Mapping[int, list[int]]:
+        nodes: dict[int, list[int]] = {}
+        for rank, device in enumerate(self.devices):
+            nodes.setdefault(device.node, []).append(rank)
+        return nodes
+
     def node(self, number: int) -> Node:
         """Return the node with this number. In a cluster without `nodes`, every device has its own network card."""
         return self._machines[number]
