@@ -57,12 +57,6 @@ class PlannedAssignment(Assignment):
     def gap(self) -> float:
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
-    @property
-    def spread(self) -> float:
-        """Latest end time of any busy pipeline divided by the earliest, minus 1."""
-        busy = [s for s in self.by_pipeline if s]
-        return max(busy) / min(busy) - 1 if busy else 0.0
-
 
 def assign(
     schemes: Sequence[Scheme],
@@ -182,7 +176,6 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
     batch = np.zeros(n, np.int64)
-    orders = []
     count = np.zeros(pipelines, np.int64)
     estimates = np.zeros(pipelines)
     first = 0
@@ -195,10 +188,9 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
             work, problem.lengths[mine], problem.terms[t], SUM, PACKING_KICKS
         )
         batch[mine] = first + position
-        orders.append(first + np.arange(count[p]))
-        first += count[p]
+        first += int(count[p])
     order = np.zeros((pipelines, min(n, 2 * int(count.max()) + 8)), np.int64)
-    order[np.arange(order.shape[1]) < count[:, None]] = np.concatenate(orders)
+    order[np.arange(order.shape[1]) < count[:, None]] = np.arange(first)
     return _cut(start, placed.copy(), batch, order, count), estimates
 
 

@@ -79,11 +79,10 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
         if not room.any():
             break
         prices, shares = _prices(cost, starts, room)
-        below = _reach(cost, prices, capacity, start)
-        if z - below <= 1e-4 * z:
-            z = below
+        before = z
+        z = _reach(cost, prices, capacity, start)
+        if before - z <= 1e-4 * before:
             break
-        z = below
     return Relaxation(z, shares, prices)
 
 

@@ -236,7 +236,7 @@ def quick_end(instance: Instance) -> float:
 
 
 @compiled
-def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
+def greedy(orders: Ints, instance: Instance) -> tuple[float, Ints]:
     """Run Alg. 1 in several orders: assign each sequence to the pipeline where it least delays the latest end time.
 
     Args:
@@ -270,10 +270,9 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
                     instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
                 )
                 grown = max(last, end)
-                tie_break = end if least_loaded else 0.0
-                if grown < least or (grown == least and tie_break < tie):
+                if grown < least or (grown == least and end < tie):
                     least = grown
-                    tie = tie_break
+                    tie = end
                     chosen = p
             if chosen >= 0:
                 placed[i] = chosen

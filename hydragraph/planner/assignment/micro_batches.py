@@ -90,13 +90,6 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 
 
 @compiled
-def kick_evenly(
-    placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
-) -> None:
-    kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
-
-
-@compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
@@ -108,10 +101,7 @@ def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> I
 def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats) -> float:
     if placed.min() < 0:
         return np.inf
-    loads = np.zeros(count)
-    for i in range(len(work)):
-        loads[placed[i]] += work[i]
-    return price(objective, loads.max(), work.sum(), count, terms)
+    return price(objective, np.bincount(placed, work, count).max(), work.sum(), count, terms)
 
 
 @compiled
@@ -158,7 +148,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
             at = kept[k]
             if at >= 0 and values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
                 enough = largest_at_least(work, low + at) * (1 + ENOUGH)
-                kick_evenly(tried[k], work, lengths, low + at, max_len, kicks, enough)
+                kick(tried[k], as_pipelines(work, lengths, low + at, max_len), np.zeros(low + at), kicks, enough, 1)
                 values[at] = priced(tried[k], work, low + at, objective, terms)
                 best = min(best, values[at])
     at = np.argmin(values)
@@ -183,19 +173,7 @@ def form_in_order(
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:
         return best, bound, 0, placed
-    used = np.zeros(count, np.bool_)
-    costs = np.zeros(count)
-    for i in range(len(work)):
-        costs[placed[i]] += work[i]
-        used[placed[i]] = True
-    number = np.zeros(count, np.int64)
-    used_count = 0
-    for j in range(count):
-        if used[j]:
-            costs[used_count] = costs[j]
-            number[j] = used_count
-            used_count += 1
-    position = largest_in_middle(costs[:used_count])
-    for i in range(len(work)):
-        placed[i] = position[number[placed[i]]]
-    return best, bound, used_count, placed
+    used = np.bincount(placed, minlength=count) > 0
+    number = np.cumsum(used) - 1  # without empty micro-batches
+    position = largest_in_middle(np.bincount(placed, work, count)[used])
+    return best, bound, number[-1] + 1, position[number[placed]]

@@ -171,7 +171,6 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
-    reaches = given.terms.reaches
     near = plan.near[len(plan.placed) + at]
     near[:] = 0.0
     squares = 0.0
@@ -180,14 +179,11 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
         near[:] = plan.near[m]
         squares = plan.squares[m]
         tokens = plan.tokens[m]
-    if less >= 0:
-        squares -= given.lengths[less] * given.lengths[less]
-        tokens -= given.lengths[less]
-        add_pairs(near, reaches, given.lengths[less], -1.0)
-    if more >= 0:
-        squares += given.lengths[more] * given.lengths[more]
-        tokens += given.lengths[more]
-        add_pairs(near, reaches, given.lengths[more], 1.0)
+    for i, sign in ((less, -1.0), (more, 1.0)):
+        if i >= 0:
+            squares += sign * given.lengths[i] * given.lengths[i]
+            tokens += sign * given.lengths[i]
+            add_pairs(near, given.terms.reaches, given.lengths[i], sign)
     if tokens > given.max_len[t]:
         return False
     fill_row(plan.rows[len(plan.placed) + at], given.terms.seconds[t], given.terms.stages[t], squares, tokens, near)
@@ -314,12 +310,6 @@ def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
 
 
 @compiled
-def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    count = without(i, p, plan, given)
-    return bool(try_places(i, p, plan.trial[0], count, best, plan, given))
-
-
-@compiled
 def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
     n = len(plan.placed)
     own = plan.batch[i]
@@ -379,8 +369,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
             continue
         if given.lengths[i] > given.max_len[given.kind_of[q]] or least_with(i, -1, q, plan, given) >= best:
             continue
-        for x in range(plan.counts[q]):
-            order[x] = plan.order[q, x]
+        order[: plan.counts[q]] = plan.order[q, : plan.counts[q]]
         if try_places(i, q, order, plan.counts[q], best, plan, given):
             return True
     return False
@@ -391,8 +380,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: 
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
-    for x in range(plan.counts[p]):
-        mine[x] = plan.order[p, x]
+    mine[: plan.counts[p]] = plan.order[p, : plan.counts[p]]
     exchanged(mine, plan.counts[p], own, n)
     theirs = plan.trial[1]
     for k in range(i + 1, n):
@@ -405,8 +393,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: 
             continue
         if end_with(p, mine, plan.counts[p], plan, given) >= best:
             continue
-        for x in range(plan.counts[q]):
-            theirs[x] = plan.order[q, x]
+        theirs[: plan.counts[q]] = plan.order[q, : plan.counts[q]]
         exchanged(theirs, plan.counts[q], plan.batch[k], n + 1)
         if end_with(q, theirs, plan.counts[q], plan, given) < best:
             plan.batch[i] = plan.batch[k]
@@ -436,7 +423,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
             if step == 0:
                 improved = try_leaving(i, p, best, horizon, plan, given)
             elif step == 1:
-                improved = try_moves(i, p, best, plan, given)
+                improved = try_places(i, p, plan.trial[0], without(i, p, plan, given), best, plan, given)
             elif step == 2:
                 improved = try_trades(i, p, best, horizon, plan, given)
             else:
@@ -482,11 +469,7 @@ def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
-        tokens = 0.0
-        for k in range(len(plan.placed)):
-            if plan.batch[k] == m:
-                tokens += given.lengths[k]
-        if m == own or tokens + given.lengths[i] > most:
+        if m == own or given.lengths[plan.batch == m].sum() + given.lengths[i] > most:
             return
         relocate(i, p, m, 0, plan)
     elif there < plan.order.shape[1]:
@@ -512,8 +495,8 @@ def improve(
     plan = plan_of(placed, batch, order, count, given)
     current = descend(plan, given, tasks, enough)
     best = current
-    kept = (placed.copy(), batch.copy(), order.copy(), count.copy())
-    best_assignment = (placed.copy(), batch.copy(), order.copy(), count.copy())
+    kept = copied(plan)
+    best_assignment = kept
     changed = np.zeros(len(plan.ends), np.bool_)
     for _ in range(kicks):
         if best <= enough or plan.spent[0] > tasks:
@@ -524,10 +507,10 @@ def improve(
         end = descend(plan, given, tasks, enough)
         if end <= current:
             current = end
-            keep(plan, kept)
+            kept = copied(plan)
             if end < best:
                 best = end
-                keep(plan, best_assignment)
+                best_assignment = kept
         else:
             restore(plan, kept)
             changed[:] = True
@@ -537,11 +520,8 @@ def improve(
 
 
 @compiled
-def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    kept[0][:] = plan.placed
-    kept[1][:] = plan.batch
-    kept[2][:] = plan.order
-    kept[3][:] = plan.counts
+def copied(plan: Draft) -> tuple[Ints, Ints, Ints, Ints]:
+    return plan.placed.copy(), plan.batch.copy(), plan.order.copy(), plan.counts.copy()
 
 
 @compiled

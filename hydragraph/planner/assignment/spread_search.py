@@ -120,7 +120,7 @@ def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely
     trials = -(-TRIALS * 10 // max(10, pipelines))
     caps = -(-CAPS * 10 // max(10, pipelines))
     orders = np.argsort(random.random((trials, n)), axis=1)
-    starts.append(local_search.greedy(orders, problem.instance, True)[1])
+    starts.append(local_search.greedy(orders, problem.instance)[1])
     if problem.terms[:, local_search.BUBBLE].any():
         for _ in range(caps):
             capped = random.random(pipelines) < random.random()

@@ -78,7 +78,7 @@ def dispatch(
 
 def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(problem.lengths))), axis=1)
-    return np.asarray(local_search.greedy(orders, problem.instance, True)[1])
+    return np.asarray(local_search.greedy(orders, problem.instance)[1])
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.micro_batch_order import pipeline_seconds
 from hydragraph.planner.assignment.micro_batches import EQ1, form_in_order
 from hydragraph.planner.assignment.problem import problem_of
 
@@ -22,13 +21,13 @@ class Packing:
 
     Attributes:
         seconds: value of Eq. 1.
-        scheduled_s: the pipeline's end time under its schedule.
+
         bound: lower bound on `seconds`.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     seconds: float
-    scheduled_s: float
+
     bound: float
 
     @property
@@ -57,25 +56,15 @@ def pack(
         from hydragraph.planner.exact.integer_programs import exact_packing
 
         batches, seconds = exact_packing(pipeline, lengths)
-        return Packing(batches, seconds, seconds_of(pipeline, lengths, batches), seconds)
+        return Packing(batches, seconds, seconds)
     return pack_pipeline(pipeline, lengths, kicks)
 
 
 def pack_pipeline(pipeline: PipelineCost, lengths: Sequence[int], kicks: int = KICKS) -> Packing:
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):
-        return Packing((), 0.0, 0.0, 0.0)
+        return Packing((), 0.0, 0.0)
     work = np.ascontiguousarray(problem.cost[:, 0])
     seconds, bound, count, placed = form_in_order(work, problem.lengths, problem.terms[0], EQ1, kicks)
-    batches: list[list[int]] = [[] for _ in range(count)]
-    for i, j in zip(problem.order.tolist(), placed.tolist(), strict=True):
-        batches[j].append(i)
-    return Packing(tuple(map(tuple, batches)), seconds, seconds_of(pipeline, lengths, batches), bound)
-
-
-def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[float]:
-    return [pipeline.micro_batch_seconds([lengths[i] for i in m]) for m in micro_batches]
-
-
-def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-    return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages, pipeline.schedule)
+    batches = (tuple(problem.order[placed == j].tolist()) for j in range(count))
+    return Packing(tuple(batches), seconds, bound)

@@ -181,7 +181,7 @@ def test_real_proportions_end_close_to_the_bound(seed: int) -> None:
     check(PROFILE.pipelines(MIXED), sizes, found)
     # The bound ignores the filling and draining of pipelines: a tenth here, mostly unavoidable.
     assert found.gap <= 0.12
-    assert found.spread <= 0.05
+    assert max(found.by_pipeline) <= 1.05 * min(found.by_pipeline)
     assert found == planner.assign(MIXED, PROFILE, sizes)
 
 
@@ -196,7 +196,7 @@ def test_very_many_sequences_are_assigned_in_seconds() -> None:
 def test_degenerate_mini_batches() -> None:
     nothing = planner.assign(MIXED, PROFILE, [])
     assert nothing.micro_batches == ((),) * len(MIXED)
-    assert (nothing.seconds, nothing.gap, nothing.spread) == (0.0, 0.0, 0.0)
+    assert (nothing.seconds, nothing.gap) == (0.0, 0.0)
     single = planner.assign(MIXED, PROFILE, [700])
     assert sum(len(p) for p in single.micro_batches) == 1
     assert single.gap <= 1e-6
