@@ -24,26 +24,21 @@ class Priced(Protocol):
         Args:
             micro_batches: indices of all of the stage's micro-batches (`ir.rank_program.Role`).
         """
-        ...
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
         """Return the seconds of copying a block's saved values to or from the host, on the slowest rank."""
-        ...
 
     def moved(self, op: Op, bucket: str) -> Transfers:
         """Return the transfers of a pull, or of a push to first owners."""
-        ...
 
     def handed_on(self, bucket: str) -> Transfers:
         """Return a push's transfers from first to second owners; empty if there is one copy."""
-        ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
         """Return the bytes of a micro-batch's hidden state; None: messages take no time.
 
         `micro_batch` is numbered within the pipeline.
         """
-        ...
 
     def update_s(self, rank: int) -> float: ...
 
@@ -51,7 +46,6 @@ class Priced(Protocol):
 
     def handling(self, rank: int) -> float:
         """Return the factor that multiplies the latency of a rank's messages."""
-        ...
 
 
 Part = Literal["computing", "pull", "push", "messages", "ending"]

@@ -56,15 +56,12 @@ class Backend(Protocol):
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         """Return why the call is not supported, or None."""
-        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64 q), contiguous."""
-        ...
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
         """Return the gradients of q, k and v; `saved` is q, k, v, output, log-sum-exp."""
-        ...
 
 
 @contextmanager
