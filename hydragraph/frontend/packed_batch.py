@@ -75,8 +75,7 @@ def pack(
         blank = value.new_full((blanks, *value.shape[1:]), sequences[0].padding.get(name, 0))
         batch[name] = torch.cat([*(s.extra[name] for s in sequences), blank])[None]
     if draws is not None:
-        numbers = [*draws.numbers, *[-1] * bool(blanks)]
-        batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)
+        batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, [*draws.numbers, *[-1] * bool(blanks)])
     if device is not None:  # from pinned memory, the copy is asynchronous
         pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
         batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}

@@ -61,5 +61,4 @@ def _example(
             raise Unsupported(f"an input has the size {symbol}, computed from other sizes", where=where, remedy=remedy)
         dims[d] = symbols.setdefault(symbol, torch.export.Dim(f"D{len(symbols)}", min=2, max=1 << 24))
         sizes.append(hints[symbol])
-    grad = tensor.is_floating_point()
-    return torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=grad), dims
+    return torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point()), dims

@@ -297,8 +297,7 @@ def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
         return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))
     if node.target is aten.masked_select.default:
         return True
-    others = [n for n in node.all_input_nodes if n is not arguments[0]]
-    indices = [n for n in others if _is_index(n)]
+    indices = [n for n in node.all_input_nodes if n is not arguments[0] and _is_index(n)]
     return bool(indices) and all(n in told for n in indices)
 
 

@@ -126,8 +126,7 @@ def compile_graph(
     sizes = list(trace.symbols.values())
     fakes = [trace.fake(value) for value in inputs]
     traced = _decompose(graph, sizes, fakes, trace.mode)
-    results = traced.graph.output_node().args[0]
-    for result, output in zip(results, outputs, strict=True):
+    for result, output in zip(traced.graph.output_node().args[0], outputs, strict=True):
         if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
     # Several ranks compile simultaneously, so each uses one thread.

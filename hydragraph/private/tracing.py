@@ -390,8 +390,7 @@ def recompute(
     backward = _part(joint, results[outputs:], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
     values = [n for n in joint.graph.nodes if n.name in needed and not n.name.startswith("tangents")]
-    kept = results[:outputs] + values
-    return _part(joint, kept, "primals"), backward
+    return _part(joint, results[:outputs] + values, "primals"), backward
 
 
 def _part(

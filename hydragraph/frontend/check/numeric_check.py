@@ -255,8 +255,7 @@ class _Comparer:
         loss_function = wide_loss(subject.loss, wide)
         buffers = model.named_buffers(remove_duplicate=False)  # a repeated block's buffers have several names
         tensors = dict([*model.named_parameters(), *buffers]) | loss_buffers(loss_function)
-        ids = ids_of(subject.model, program)
-        sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)
+        sequences = draw_sequences(self.lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
         packed = batches(sequences, attempt.seed if program.drops else None)
         captured = [CapturedBatch(program, tensors, batch, wide) for batch, _ in packed]
         times = Counter(i for _, indices in packed for i in indices)

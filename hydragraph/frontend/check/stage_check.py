@@ -151,8 +151,7 @@ class StageCheck:
         narrow = None if self._model is None else self._model.narrowed(self._program)
         if narrow is None:
             return None
-        buffers = initial_buffers(narrow.model)
-        return StageCheck(narrow.program, buffers, self._fused_head), narrow.widths
+        return StageCheck(narrow.program, initial_buffers(narrow.model), self._fused_head), narrow.widths
 
     def _compare_narrow(self, block: Block, form: StageKind) -> float | None:
         if self._narrow is None:
@@ -248,8 +247,7 @@ def _tangent(out: Tensor, seed: int) -> Tensor:
 def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
     out, *saved = runner(variant.forward, wide)(*(inputs[n] for n in variant.inputs))
     sums: dict[str, Tensor] = {}
-    local = {name: name for name in inputs}
-    before = backward(local, variant, saved, tangent, inputs, sums, wide)
+    before = backward({name: name for name in inputs}, variant, saved, tangent, inputs, sums, wide)
     return {_OUT: out, **sums, **({} if before is None else {"hidden": before})}
 
 
