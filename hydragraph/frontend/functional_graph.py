@@ -127,8 +127,7 @@ def functional_graph(
         block: whether the graph belongs to a block, whose row selections are then rewritten (`chosen_rows`).
 
     Raises:
-        Unsupported: the graph writes in place in an unsupported way, uses autocast, or draws random numbers
-            outside dropout.
+        Unsupported: the graph writes in place in an unsupported way, or draws random numbers outside dropout.
     """
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
@@ -179,10 +178,6 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     if changed_input:
         what = f"forward writes in place into its argument {changed_input.removeprefix('batch_')!r}"
         raise Unsupported(what, where=where, remedy="write into a copy (.clone()), or use an out-of-place operator")
-    for node in _nodes(graph):
-        if AUTOCAST in str(node.target) and node.args[2]:
-            remedy = "cast explicitly (x.to(dtype)), or remove autocast and pass dtype="
-            raise Unsupported("forward uses torch.autocast", where=where, remedy=remedy)
 
 
 def changes(name: str, where: str) -> Unsupported:
