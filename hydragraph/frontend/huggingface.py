@@ -226,8 +226,7 @@ def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
         nodes = template.graph.graph.nodes
         if causal and any(n.target in ATTENDING and not operands(n)[5] for n in nodes):
             what = "the layer attends in both directions, but the model makes only causal masks"
-            remedy = "choose a model whose masks and attention layers agree on the direction (is_causal)"
-            raise Unsupported(what, where=f"{where}, {name}", remedy=remedy)
+            raise Unsupported(what, where=f"{where}, {name}", remedy=mask_patterns.DIRECTION)
         if not any(n.target in ALONG_SEQUENCES for n in nodes):
             what = "the layer does not use transformers' attention interface: it has its own attention or a recurrence"
             remedy = "choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer"

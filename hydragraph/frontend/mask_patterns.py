@@ -16,7 +16,7 @@ _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
 _PACKED = frozenset({"packed_sequence_mask_function"})  # our attention separates sequences
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
-_DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
+DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
 _DIRECTIONS = "_hydragraph_directions"  # attribute added to the meta copy's config
 _OTHER = "choose a model whose layers attend to all earlier tokens, or to all tokens"
 
@@ -88,7 +88,7 @@ def is_causal(module: nn.Module) -> bool:
     made = directions(module)
     if len(made) > 1:
         what = "the model makes causal and other masks, but the layer is marked as not causal"
-        raise Unsupported(what, where=type(module).__name__, remedy=_DIRECTION)
+        raise Unsupported(what, where=type(module).__name__, remedy=DIRECTION)
     return "causal" in made
 
 
@@ -102,7 +102,7 @@ def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
     named = {"window": "a sliding window", "chunk": "chunks"}
     kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in smallest_limits.items())
     ways = "in both directions, but the layer's attention is causal" if both_ways else "that looks back only"
-    return Marker(f"{kind} {ways}", _DIRECTION, both_ways, **smallest_limits)
+    return Marker(f"{kind} {ways}", DIRECTION, both_ways, **smallest_limits)
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:
