@@ -131,7 +131,8 @@ def functional_graph(
     """
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
-    if any(writes(n) for n in _nodes(exported.graph_module)):
+    graphs = (module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
+    if any(writes(node) for graph in graphs for node in graph.graph.nodes):
         # `run_decompositions` ignores the bodies of torch.no_grad() regions.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
@@ -200,10 +201,6 @@ def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
                     return targets[argument.value]
                 targets[node] = targets[argument.value]
     return None
-
-
-def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
-    return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
 
 
 def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
