@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 
@@ -118,12 +118,10 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
         for each in fields(options):
             if each.name in inspect.get_annotations(cls):
                 names = _names(each) if "names" in each.metadata else ()
-                info = each.metadata["info"](*names, rich_help_panel=cls.__dict__.get("PANEL"))
-                default = inspect.Parameter.empty if each.default is MISSING else each.default
+                default = ... if each.default is MISSING else each.default
+                info = each.metadata["info"](default, *names, rich_help_panel=cls.__dict__.get("PANEL"))
                 kind = inspect.Parameter.KEYWORD_ONLY
-                hint = hints[each.name]
-                annotation = Annotated[hint, info]  # type: ignore[valid-type]
-                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
+                parameters.append(inspect.Parameter(each.name, kind, default=info, annotation=hints[each.name]))
 
     @wraps(function)
     def command(**given: Any) -> None:
