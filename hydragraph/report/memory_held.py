@@ -9,7 +9,8 @@ from itertools import pairwise
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
-from hydragraph.report.facts import RankMemory
+from hydragraph.report import number_format
+from hydragraph.report.facts import Fact, RankMemory
 
 # Maximum curves; each requires a walk through a program.
 MOST_CURVES = 48
@@ -33,6 +34,12 @@ def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]
         key = (curve.peak, curve.points, costs.memory_of(rank))
         groups.setdefault(key, (curve, []))[1].append(rank)
     return tuple(_held(curve, who, costs.memory_of(who[0])) for curve, who in groups.values()), note
+
+
+def most_memory(memory: Sequence[RankMemory]) -> Fact:
+    tightest = max(memory, key=lambda each: each.peak / each.limit)
+    note = f"rank {tightest.ranks[0]}: {number_format.size(tightest.peak)} of {number_format.size(tightest.limit)}"
+    return Fact("most memory", number_format.share(tightest.peak / tightest.limit), note)
 
 
 def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:

@@ -10,6 +10,7 @@ from typing import Any
 from hydragraph.report import number_format
 from hydragraph.report.device_diagram import diagram_of
 from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
+from hydragraph.report.memory_held import most_memory
 from hydragraph.spec.strategy import Strategy
 
 MOST_RIVALS = 5
@@ -67,7 +68,6 @@ def _held(record: Mapping[str, Any]) -> tuple[RankMemory, ...]:
 
 
 def _facts(record: Mapping[str, Any], strategy: Strategy, held: tuple[RankMemory, ...]) -> tuple[Fact, ...]:
-    tightest = max(held, key=lambda each: each.peak / each.limit)
     ranks = len(record["nodes"])
     idle = ranks - len(strategy.devices)
     slow = sum(rate is None or rate > 1 for rate in record["rates"])
@@ -83,10 +83,6 @@ def _facts(record: Mapping[str, Any], strategy: Strategy, held: tuple[RankMemory
         ),
         Fact("devices", str(ranks), types),
         Fact("slow or lost", str(slow), f"{idle} compute nothing" if idle else "all others compute"),
-        Fact(
-            "most memory",
-            number_format.share(tightest.peak / tightest.limit),
-            f"rank {tightest.ranks[0]}: {number_format.size(tightest.peak)} of {number_format.size(tightest.limit)}",
-        ),
+        most_memory(held),
         Fact("strategies compared", str(len(record["rivals"]) + 1), f"in {number_format.seconds(record['took_s'])}"),
     )

@@ -10,7 +10,7 @@ from hydragraph.report import number_format
 from hydragraph.report.bytes_moved import matrices
 from hydragraph.report.device_diagram import diagram
 from hydragraph.report.facts import Contender, Fact, Panel, ReportContents
-from hydragraph.report.memory_held import held
+from hydragraph.report.memory_held import held, most_memory
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
 
@@ -42,7 +42,6 @@ def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
 
 def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
     timeline = best.timeline
-    tightest = max(shown.held, key=lambda each: each.peak / each.limit)
     by_kind = timeline.critical_path.by_kind
     kind, most = next(iter(by_kind.items()), ("", 0.0))
     return (
@@ -51,12 +50,7 @@ def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
         Fact("tokens/s", number_format.rate(best.tokens_per_s), "of all ranks"),
         Fact("largest part", kind, f"{number_format.share(most / timeline.seconds)} of the critical path"),
         Fact("idle", number_format.share(timeline.bubble), "of ranks that compute"),
-        Fact(
-            "most memory",
-            number_format.size(tightest.peak),
-            f"rank {tightest.ranks[0]}, {number_format.share(tightest.peak / tightest.limit)} "
-            f"of {number_format.size(tightest.limit)}",
-        ),
+        most_memory(shown.held),
     )
 
 
