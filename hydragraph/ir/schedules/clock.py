@@ -108,17 +108,12 @@ def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
 def _timed(shape: Shape, stage: int, work: Work, at: Callable[[Beat, int], Ticks]) -> list[tuple[Ticks, Action]]:
     actions = (
         (at(beat, m), Action(work, pipeline, m, visit))
-        for pipeline, visit, beat in _beats_at(shape, stage)
+        for pipeline, beats in enumerate(beats_of(shape))
+        for (row, visit), beat in zip(shape.places[pipeline], beats, strict=True)
+        if row == stage
         for m in shape.micro_batches[pipeline]
     )
     return sorted(actions, key=itemgetter(0))
-
-
-def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
-    for pipeline, beats_there in enumerate(beats_of(shape)):
-        for (there, visit), beat in zip(shape.places[pipeline], beats_there, strict=True):
-            if there == row:
-                yield pipeline, visit, beat
 
 
 def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:

@@ -19,18 +19,15 @@ in the second stage of the row:
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from hydragraph.ir.program_outline import Mode
 
 IDLE = "."
 _CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)(?::(\d+))?")
@@ -100,23 +97,12 @@ class Shape:
         return tuple(range(first, end) for first, end in pairwise(ends))
 
     @cached_property
-    def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(p for p, chain in enumerate(self.stages) if s in chain) for s in range(self.size))
-
-    @cached_property
     def totals(self) -> tuple[int, ...]:
+        """Number of micro-batches that each row runs, counted once per visit."""
         return tuple(
-            sum(self.counts[p] * self.stages[p].count(row) for p in pipelines)
-            for row, pipelines in enumerate(self.pipelines)
+            sum(count * chain.count(row) for count, chain in zip(self.counts, self.stages, strict=True))
+            for row in range(self.size)
         )
-
-    @cached_property
-    def links(self) -> Mapping[tuple[Place, Place], tuple[int, ...]]:
-        links: dict[tuple[Place, Place], tuple[int, ...]] = {}
-        for pipeline, chain in enumerate(self.places):
-            for link in pairwise(chain):
-                links[link] = (*links.get(link, ()), pipeline)
-        return links
 
     def is_last(self, row: int) -> bool:
         return any(chain[-1] == row and chain.count(row) == 1 for chain in self.stages)
@@ -184,19 +170,6 @@ class Schedule:
             rows.append(tuple(_parsed(s, i, cell) for i, cell in enumerate(cells) if cell != IDLE))
         return cls(title[1], tuple(rows))
 
-    def check(self, shape: Shape, mode: Mode = "train") -> None:
-        """Check that stages run all micro-batches in matching order, without deadlock; a ValueError names the cell."""
-        if len(self.actions) != shape.size:
-            raise ValueError(f"schedule {self.kind} has {len(self.actions)} stages, but {shape.size} are needed")
-        for stage, row in enumerate(self.actions):
-            self._check_cells(shape, mode, stage, row)
-        for (one, other), pipelines in shape.links.items():
-            self._check_order(one, other, pipelines, (Work.FORWARD,))
-            self._check_order(other, one, pipelines, RETURNING)
-        for stage, (row, begins) in enumerate(zip(self.actions, self.begins(shape.places), strict=True)):
-            if len(begins) < len(row):
-                raise self._fault(stage, row[len(begins)], "deadlocks: a later action must run first")
-
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches in flight on a row, each from its forward to its last gradient."""
         row = self.actions[stage]
@@ -221,50 +194,6 @@ class Schedule:
             table.stage[r, : len(row)] = [stage[r, action.visit] for action in row]
         return table
 
-    def _check_cells(self, shape: Shape, mode: Mode, stage: int, row: Sequence[Action]) -> None:
-        counts = Counter(row)
-        position = {action: i for i, action in enumerate(row)}
-        visits = [(p, v) for p, places in enumerate(shape.places) for row_of, v in places if row_of == stage]
-        for pipeline, visit in visits:
-            for m in shape.micro_batches[pipeline]:
-                forward, backward, half, other = (Action(work, pipeline, m, visit) for work in WORKS)
-                halves = counts[half] > 0 or counts[other] > 0
-                needed = [forward]
-                if mode != "evaluate":
-                    needed += [half, other] if halves else [backward]
-                for action in needed:
-                    if not counts[action]:
-                        raise self._fault(stage, action, "is missing")
-                    if counts[action] > 1 or (halves and counts[backward]):
-                        raise self._fault(stage, backward if halves and counts[backward] else action, "occurs twice")
-                for one, other in pairwise(needed):
-                    if position[one] > position[other]:
-                        raise self._fault(stage, other, f"deadlocks: {one} must run first")
-                counts.subtract(needed)
-        for action, count in counts.items():
-            if count:
-                raise self._fault(stage, action, "is superfluous: remove it")
-        latest: dict[tuple[Work, int, int], int] = {}
-        for action in row:
-            kind = (action.work, action.pipeline, action.visit)
-            if latest.get(kind, -1) > action.micro_batch:
-                raise self._fault(stage, action, f"is out of order: {action.work.value}{latest[kind]} must run later")
-            latest[kind] = action.micro_batch
-
-    def _check_order(self, sender: Place, receiver: Place, pipelines: Sequence[int], works: Sequence[Work]) -> None:
-        sent, needed = (
-            [a for a in self.actions[row] if a.pipeline in pipelines and a.work in works and a.visit == visit]
-            for row, visit in (sender, receiver)
-        )
-        for one, other in zip(sent, needed, strict=True):
-            if (one.pipeline, one.micro_batch) != (other.pipeline, other.micro_batch):
-                raise self._fault(receiver[0], other, f"is out of order: stage {sender[0]} sends {one} first")
-
-    def _fault(self, stage: int, action: Action, what: str) -> ValueError:
-        row = self.actions[stage]
-        cell = f", cell {row.index(action)}" if action in row else ""
-        return ValueError(f"schedule {self.kind}, stage {stage}{cell}: {action} {what}")
-
     def _places(self) -> tuple[tuple[Place, ...], ...]:
         chains: dict[int, set[tuple[int, int]]] = {}
         for row, actions in enumerate(self.actions):
@@ -274,16 +203,16 @@ class Schedule:
         return tuple(tuple((row, visit) for visit, row in sorted(chains.get(p, ()))) for p in pipelines)
 
     def begins(
-        self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[int]] | None = None
-    ) -> list[list[int]]:
+        self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[Any]] | None = None
+    ) -> list[list[Any]]:
         """Return when each action begins; a deadlocked row ends before the action that never begins.
 
         Args:
-            lengths: durations of each row's actions; default: 1.
+            lengths: durations of each row's actions, as integers or fractions; default: 1.
         """
-        ends: dict[_End, int] = {}
-        free = [0] * len(self.actions)
-        begins: list[list[int]] = [[] for _ in self.actions]
+        ends: dict[_End, Any] = {}
+        free: list[Any] = [0] * len(self.actions)
+        begins: list[list[Any]] = [[] for _ in self.actions]
         advanced = True
         while advanced:
             advanced = False
@@ -308,17 +237,12 @@ _End = tuple[Place, bool, int]  # place, returning, micro-batch
 def _needed(chain: Sequence[Place], place: Place, action: Action) -> list[_End]:
     at = chain.index(place)
     m = action.micro_batch
-    needs: list[_End] = []
     if action.work is Work.FORWARD:
-        if at:
-            needs.append((chain[at - 1], False, m))
-    elif action.work is Work.WEIGHT_GRADIENT:
-        needs.append((place, True, m))
-    else:
-        needs.append((place, False, m))
-        if at + 1 < len(chain):
-            needs.append((chain[at + 1], True, m))
-    return needs
+        return [(chain[at - 1], False, m)] if at else []
+    if action.work is Work.WEIGHT_GRADIENT:
+        return [(place, True, m)]
+    following = [(chain[at + 1], True, m)] if at + 1 < len(chain) else []
+    return [(place, False, m), *following]
 
 
 def _parsed(stage: int, at: int, cell: str) -> Action:

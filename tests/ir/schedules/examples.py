@@ -1,10 +1,41 @@
-"""Shapes to draw, and the walk of a schedule by plain rules."""
+"""Shapes to draw, and a check of schedules by plain rules."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
-from hydragraph.ir.schedules.schedule import Shape
+from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.schedules.schedule import RETURNING, Place, Schedule, Shape, Work
+
+_WORKS: dict[Mode, list[set[Work]]] = {
+    "train": [{Work.FORWARD, Work.BACKWARD}, {Work.FORWARD, Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT}],
+    "evaluate": [{Work.FORWARD}],
+}
+
+
+def check(schedule: Schedule, shape: Shape, mode: Mode = "train") -> None:
+    """Assert that stages run all micro-batches in ascending and matching order, and that no stage waits forever."""
+    order: defaultdict[tuple[int, Place], defaultdict[Work, list[int]]] = defaultdict(lambda: defaultdict(list))
+    messages: defaultdict[tuple[Place, bool], list[tuple[int, int]]] = defaultdict(list)
+    for row, actions in enumerate(schedule.actions):
+        for action in actions:
+            place = (row, action.visit)
+            order[action.pipeline, place][action.work].append(action.micro_batch)
+            if action.work is not Work.WEIGHT_GRADIENT:
+                messages[place, action.work in RETURNING].append((action.pipeline, action.micro_batch))
+    assert order.keys() == {(p, place) for p, places in enumerate(shape.places) for place in places}
+    for (pipeline, _), by_work in order.items():
+        assert set(by_work) in _WORKS[mode]
+        assert all(found == list(shape.micro_batches[pipeline]) for found in by_work.values())
+    for link in {link for places in shape.places for link in pairwise(places)}:
+        pipelines = {p for p, places in enumerate(shape.places) if link in pairwise(places)}
+        for returning in (False, True):
+            sent, needed = ([m for m in messages[place, returning] if m[0] in pipelines] for place in link)
+            assert sent == needed
+    assert list(map(len, schedule.begins(shape.places))) == list(map(len, schedule.actions)), "a stage waits forever"
 
 
 @st.composite

@@ -15,8 +15,8 @@ def test_all_forwards_then_all_backwards(shape: Shape) -> None:
     for stage, row in enumerate(schedule.actions):
         total = shape.totals[stage]
         assert [action.work for action in row] == [Work.FORWARD] * total + [Work.BACKWARD] * total
-        for pipeline in shape.pipelines[stage]:
-            for visit in range(shape.stages[pipeline].count(stage)):
+        for pipeline, chain in enumerate(shape.stages):
+            for visit in range(chain.count(stage)):
                 mine = [each.micro_batch for each in row if (each.pipeline, each.visit) == (pipeline, visit)]
                 assert mine == [*shape.micro_batches[pipeline]] * 2
         assert schedule.in_flight(stage) == total

@@ -42,8 +42,8 @@ def test_no_more_micro_batches_of_a_pipeline_are_in_flight_than_stages_are_left(
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         return  # interleaved stages hold more
     for stage in range(shape.size):
-        left = [len(shape.stages[p]) - shape.stages[p].index(stage) for p in shape.pipelines[stage]]
-        counts = [shape.counts[p] for p in shape.pipelines[stage]]
-        assert schedule.in_flight(stage) <= sum(map(min, left, counts))
+        pipelines = [(count, chain) for count, chain in zip(shape.counts, shape.stages, strict=True) if stage in chain]
+        most = sum(min(count, len(chain) - chain.index(stage)) for count, chain in pipelines)
+        assert schedule.in_flight(stage) <= most
         if shape.is_last(stage):
             assert schedule.in_flight(stage) == 1

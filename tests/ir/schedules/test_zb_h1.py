@@ -7,7 +7,7 @@ from hypothesis import given
 from hydragraph.ir.schedules.one_f_one_b import one_f_one_b
 from hydragraph.ir.schedules.schedule import Action, Schedule, Shape, Work
 from hydragraph.ir.schedules.zb_h1 import zb_h1
-from tests.ir.schedules.examples import shapes
+from tests.ir.schedules.examples import check, shapes
 
 GRID = """schedule zb-h1
 stage 0  F0 F1 .  B0 F2 .  B1 .  .  B2
@@ -22,7 +22,7 @@ def test_grid_of_two_stages() -> None:
 @given(shapes())
 def test_no_stage_holds_more_than_under_1f1b(shape: Shape) -> None:
     schedule = zb_h1(shape)
-    schedule.check(shape)
+    check(schedule, shape)
     plain = one_f_one_b(shape)
     for stage in range(shape.size):
         assert schedule.in_flight(stage) == plain.in_flight(stage)
