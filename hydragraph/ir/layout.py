@@ -143,23 +143,18 @@ def home(
 
     Args:
         ranks: distinct ranks, in any order.
-        shares: one non-negative number per rank, or None for equal shares. With two copies, a node with more than half
-            of all shares owns one copy of every element.
-        copies: 1, or 2 to give every element a second owner on another node.
+        shares: one number per rank, at least 0 and not all 0, or None for equal shares. With two copies, a node with
+            more than half of all shares owns one copy of every element.
+        copies: 1, or 2 to give every element a second owner on another node. Ranks of two nodes must have shares.
         nodes: each rank's node, or None if all ranks are on different nodes.
-
-    Raises:
-        ValueError: repeated or missing ranks, invalid shares, or no second node for the second copy.
     """
     n = len(ranks)
     weights = np.ones(n) if shares is None else np.asarray(shares, float)
-    places = list(range(n)) if nodes is None else list(nodes)
-    _check_home(size, ranks, weights, copies, align, places)
     owners = np.asarray(ranks, np.int64)
     if copies == 1:
         cuts = _cuts(size, weights, align)
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
-    which, lo, hi, copy = _twice(size, weights, places, align)
+    which, lo, hi, copy = _twice(size, weights, range(n) if nodes is None else nodes, align)
     rank = owners[which]
     # Sort each rank's intervals by element, so that its part of a parameter is contiguous.
     row = np.lexsort((lo, rank))
@@ -260,30 +255,6 @@ def whole(size: int, *ranks: int) -> Layout:
     return _layout(rank, zeros, zeros + size, np.arange(len(ranks)), np.ones(len(ranks), bool), size)
 
 
-def _check_home(
-    size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64], copies: int, align: int, nodes: Sequence[int]
-) -> None:
-    if size < 0 or align < 1:
-        raise ValueError(
-            f"home layout: 'size' is {size} and 'align' is {align}: give at least 0 for 'size' and 1 for 'align'"
-        )
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"home layout: 'ranks' is {list(ranks)}: list at least one rank, and no rank twice")
-    if len(weights) != len(ranks) or not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:
-        raise ValueError(
-            f"home layout: 'shares' is {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share"
-            " of at least 0, and at least one rank a positive share"
-        )
-    if len(nodes) != len(ranks):
-        raise ValueError(f"home layout: 'nodes' is {list(nodes)} for {len(ranks)} ranks: give the node of each rank")
-    owning = {node for node, weight in zip(nodes, weights.tolist(), strict=True) if weight}
-    if copies not in (1, 2) or copies > len(owning):
-        raise ValueError(
-            f"home layout: {copies} copies over {len(ranks)} ranks, but the ranks with a share are on {len(owning)}"
-            " node(s): use 1 copy, or use 2 copies and give shares to ranks on at least 2 nodes"
-        )
-
-
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
     # In a stage of one rank, all gradients are PARTIAL, so that adjacent intervals are merged.
     if tp == 1:
@@ -316,10 +287,9 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])
-    first = np.flatnonzero(opens)
-    rank, lo, copy = (column[first] for column in (rank, lo, copy))
-    partial = partial[first]
-    hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
+    rank, lo, copy = (column[opens] for column in (rank, lo, copy))
+    partial = partial[opens]
+    hi = hi[np.roll(opens, -1)]  # the last row of each run
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)
     at -= at[np.searchsorted(rank, rank)]  # the first row of each rank starts its buffer
