@@ -20,7 +20,7 @@ Symbols, with the lengths of arrays:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -58,14 +58,19 @@ class Slices:
         return int((self.hi - self.lo).sum())
 
     @property
+    def leaving(self) -> Bools:
+        """Whether each slice moves to another rank."""
+        return self.src != self.dst
+
+    @property
     def travelling(self) -> Slices:
-        return self.where(self.src != self.dst)
+        return self.where(self.leaving)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
         """Return the slices that a rank sends and those that it receives; both include local copies."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
-    def where(self, rows: Bools) -> Slices:
+    def where(self, rows: Bools | Ints) -> Slices:
         return Slices(*(column[rows] for column in self._columns()))
 
     def _columns(self) -> tuple[Ints, ...]:
@@ -85,7 +90,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
         ValueError: the sizes differ, or the source does not store a needed element.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
-    return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
+    return _slices(pairs, _one(pairs, _distance(pairs.slices, source.nodes)), rank)
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
@@ -94,13 +99,13 @@ def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
     nodes = source.nodes
-    cost = (pairs.src != pairs.dst).astype(np.int64)
+    cost = pairs.slices.leaving.astype(np.int64)
     if nodes is not None:
-        cost += cost * (nodes[pairs.src] != nodes[pairs.dst])
+        cost += cost * (nodes[pairs.slices.src] != nodes[pairs.slices.dst])
     return _slices(pairs, _one(pairs, cost), rank)
 
 
-def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
+def _distance(pairs: Slices, nodes: Ints | None) -> Ints:
     distance: Ints = np.abs(pairs.src - pairs.dst)
     if nodes is None:
         return distance
@@ -120,7 +125,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
-    return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
+    return _slices(pairs, pairs.partial | _one(pairs, pairs.slices.leaving.astype(np.int64)), rank)
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
@@ -130,17 +135,13 @@ def hand_on(owners: Layout, rank: int | None = None) -> Slices:
 
 def stays(source: Layout, target: Layout) -> bool:
     """Return whether `copy` moves no values between ranks."""
-    if not {*target.ranks} <= {*source.ranks}:
-        return False
-    return _local(partial(copy, source, target), target.ranks)
+    return {*target.ranks} <= {*source.ranks} and _local(partial(copy, source, target), target.ranks)
 
 
 def sums_stay(source: Layout, target: Layout) -> bool:
     """Return whether `reduce` moves no gradients between ranks."""
     owners = target.first.ranks
-    if not {*owners} <= {*source.ranks}:
-        return False
-    return _local(partial(reduce, source, target), owners)
+    return {*owners} <= {*source.ranks} and _local(partial(reduce, source, target), owners)
 
 
 def _local(link: Callable[[int | None], Slices], ranks: Sequence[int]) -> bool:
@@ -187,14 +188,11 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pairs:
-    src: Ints
-    dst: Ints
+    """Pairs of a slice and a candidate sender, as in the module docstring; each slice's pairs begin at `start`."""
+
+    slices: Slices
     partial: Bools
-    lo: Ints
-    hi: Ints
-    src_at: Ints
-    dst_at: Ints
-    slice: Ints
+    piece: Ints
     start: Ints
     turn: Ints
 
@@ -248,10 +246,8 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     hi = hi[piece] - line[holder] * size
     src_at = source.at[holder] + lo - source.lo[holder]
     dst_at = target.at[row] + lo - target.lo[row]
-    src = source.rank[holder]
-    dst = target.rank[row]
-    partial = source.partial[holder]
-    return _Pairs(src, dst, partial, lo, hi, src_at, dst_at, piece, np.cumsum(holders) - holders, turn)
+    slices = Slices(source.rank[holder], target.rank[row], lo, hi, src_at, dst_at)
+    return _Pairs(slices, source.partial[holder], piece, np.cumsum(holders) - holders, turn)
 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
@@ -274,31 +270,19 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
     if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
-    cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
+    cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.piece]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
-    chosen: Bools = cheapest & (before == chosen_place[pairs.slice])
+    chosen: Bools = cheapest & (before == chosen_place[pairs.piece])
     return chosen
-
-
-def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
-    ranks = int(src.max(initial=0)) + 1
-    elements = int(lo.max(initial=0)) + 1
-    if (int(dst.max(initial=0)) + 1) * ranks * elements < 2**63:
-        return np.argsort((dst * ranks + src) * elements + lo, kind="stable")
-    return np.lexsort((lo, src, dst))
 
 
 def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
     if rank is not None:
-        kept = kept & ((pairs.src == rank) | (pairs.dst == rank))
-    chosen = np.flatnonzero(kept)
-    chosen = chosen[_order(pairs.dst[chosen], pairs.src[chosen], pairs.lo[chosen])]
-    columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
-    src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
+        kept = kept & ((pairs.slices.src == rank) | (pairs.slices.dst == rank))
+    chosen = pairs.slices.where(kept)
+    chosen = chosen.where(np.lexsort((chosen.lo, chosen.src, chosen.dst)))
     opens = np.ones(len(chosen), bool)
-    opens[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]) | (lo[1:] != hi[:-1])
-    opens[1:] |= (np.diff(src_at - lo) != 0) | (np.diff(dst_at - lo) != 0)
-    first = np.flatnonzero(opens)
-    hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
-    return Slices(src[first], dst[first], lo[first], hi, src_at[first], dst_at[first])
+    opens[1:] = (np.diff(chosen.src) != 0) | (np.diff(chosen.dst) != 0) | (chosen.lo[1:] != chosen.hi[:-1])
+    opens[1:] |= (np.diff(chosen.src_at - chosen.lo) != 0) | (np.diff(chosen.dst_at - chosen.lo) != 0)
+    return replace(chosen.where(opens), hi=chosen.hi[np.roll(opens, -1)])  # the end of each run's last slice

@@ -394,7 +394,8 @@ def test_the_example_of_the_module() -> None:
         [1, 2],
     ]
     pairs = link._pairs(source, needed, np.zeros(3, np.int64), None, needed.rank)
-    assert list(zip(pairs.src, pairs.dst, pairs.lo, pairs.hi, strict=True)) == [
+    found = pairs.slices
+    assert list(zip(found.src, found.dst, found.lo, found.hi, strict=True)) == [
         (0, 3, 2, 4),
         (2, 3, 2, 4),
         (1, 3, 4, 6),
