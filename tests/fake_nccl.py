@@ -36,7 +36,7 @@ from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
 from hydragraph.ir.instruction import Stream
 from hydragraph.kernels import slice_copy
 from hydragraph.runtime import executor
-from hydragraph.runtime.streams import Clock, HostClock
+from hydragraph.runtime.streams import DeviceStreams
 
 GARBAGE = 7.0e7
 _CONNECT_TAG = 1 << 20
@@ -146,7 +146,7 @@ class Device(TorchDispatchMode):
         return out
 
 
-class Streams:
+class Streams(DeviceStreams):
     """The executor's streams of such a device."""
 
     queued = True
@@ -182,15 +182,9 @@ class Streams:
     def reach(self, mark: Mark) -> None:
         mark[0].run(mark[1])
 
-    def hold(self, tensor: Tensor) -> None:
-        """Do nothing: tensors live as long as something refers to them."""
-
     def finish(self) -> None:
         for queue in self.device.queues.values():
             queue.run(len(queue.entries))
-
-    def clock(self) -> Clock:
-        return HostClock()
 
 
 class FakeWork(dist.Work):

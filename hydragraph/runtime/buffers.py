@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
+from hydragraph.runtime.streams import DeviceStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,23 +26,21 @@ class Buffers:
 
     def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
-        self._streams = streams or HostStreams()
+        self._streams = streams or DeviceStreams()
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
         self._taken: dict[int, Tensor] = {}  # address -> buffer in use
 
     def begin(self) -> None:
         """Start an iteration, and drop buffers that the last iteration did not use."""
-        if _LOG.isEnabledFor(logging.DEBUG):
-            _log_dropped(self._earlier)
+        _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
         self._taken.clear()  # a failed iteration may have left buffers
 
     def trim(self) -> None:
         """Drop idle buffers, to lower peak memory."""
-        if _LOG.isEnabledFor(logging.DEBUG):
-            _log_dropped(self._earlier)
+        _log_dropped(self._earlier)
         self._earlier.clear()
         for key, idle in list(self._returned.items()):
             self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._streams.passed(mark)]
@@ -76,6 +74,6 @@ class Buffers:
 
 
 def _log_dropped(idle: Idle) -> None:
-    buffers = [buffer for kept in idle.values() for buffer, _ in kept]
+    buffers = [buffer for kept in idle.values() for buffer, _ in kept] if _LOG.isEnabledFor(logging.DEBUG) else []
     if buffers:
         _LOG.debug("dropped %d idle buffers, in total %.1f MB", len(buffers), sum(b.nbytes for b in buffers) / 1e6)

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.speed_probe import ProbeResult
-from hydragraph.runtime.streams import Clock, HostClock, Reading
+from hydragraph.runtime.streams import Clock, Reading
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Timing:
         self._ran = 0.0
         self._queued = 0.0
         self._step = step
-        self._clock = clock or HostClock()
+        self._clock = clock or Clock()
         self._waits: list[tuple[Stream, Reading, Reading]] = []
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}

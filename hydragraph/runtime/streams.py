@@ -7,9 +7,8 @@ queues work, and marks are events for which other streams wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,95 +19,19 @@ Mark = Any  # a queue position
 Reading = Any  # a clock's value
 
 
-class Clock(Protocol):
-    """Clock that measures when the current queue reaches a point."""
+class Clock:
+    """Clock that measures when the current queue reaches a point; without a queue, the host's clock."""
 
     def now(self) -> Reading:
         """Return a reading, which `seconds` converts."""
+        return time.perf_counter()
 
     def seconds(self, reading: Reading) -> float:
         """Convert a reading to the scale of `time.perf_counter`; the queues must have finished."""
+        return float(reading)
 
 
-class DeviceStreams(Protocol):
-    """A device's queues.
-
-    Attributes:
-        queued: whether waits for communication are queued; if not, the host waits.
-    """
-
-    queued: bool
-
-    def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a stream; other calls are queued on `Stream.COMPUTE`."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a separate stream, which runs no instructions."""
-
-    def mark(self) -> Mark:
-        """Mark the end of the current queue."""
-
-    def wait(self, mark: Mark) -> None:
-        """Make later work of the current queue wait for a mark."""
-
-    def passed(self, mark: Mark) -> bool:
-        """Return whether a queue has reached its mark."""
-
-    def reach(self, mark: Mark) -> None:
-        """Make the host wait until a mark is reached."""
-
-    def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the current queue reaches this point, even if the tensor is dropped."""
-
-    def finish(self) -> None:
-        """Wait for all queues."""
-
-    def clock(self) -> Clock:
-        """Return a clock for one iteration."""
-
-
-class HostClock:
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, reading: float) -> float:
-        return reading
-
-
-class HostStreams:
-    """Streams of a CPU, without queues."""
-
-    queued = False
-
-    def on(self, stream: Stream) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def mark(self) -> Mark:
-        return None
-
-    def wait(self, mark: Mark) -> None:
-        """Do nothing."""
-
-    def passed(self, mark: Mark) -> bool:
-        return True
-
-    def reach(self, mark: Mark) -> None:
-        """Do nothing."""
-
-    def hold(self, tensor: Tensor) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def clock(self) -> Clock:
-        return HostClock()
-
-
-class CudaClock:
+class CudaClock(Clock):
     def __init__(self) -> None:
         self._first = self.now()
         self._began = time.perf_counter()
@@ -122,7 +45,49 @@ class CudaClock:
         return self._began + float(self._first.elapsed_time(reading)) / 1e3
 
 
-class CudaStreams:
+class DeviceStreams:
+    """A device's queues. This class is for a CPU, which has none, so most methods do nothing.
+
+    Attributes:
+        queued: whether waits for communication are queued; if not, the host waits.
+    """
+
+    queued = False
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Queue the calls of this context on a stream; other calls are queued on `Stream.COMPUTE`."""
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Queue the calls of this context on a separate stream, which runs no instructions."""
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        """Mark the end of the current queue."""
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        """Make later work of the current queue wait for a mark."""
+
+    def passed(self, mark: Mark) -> bool:
+        """Return whether a queue has reached its mark."""
+        return True
+
+    def reach(self, mark: Mark) -> None:
+        """Make the host wait until a mark is reached."""
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory until the current queue reaches this point, even if the tensor is dropped."""
+
+    def finish(self) -> None:
+        """Wait for all queues."""
+
+    def clock(self) -> Clock:
+        """Return a clock for one iteration."""
+        return Clock()
+
+
+class CudaStreams(DeviceStreams):
     """Streams of a GPU; computation runs on the current stream.
 
     Args:
@@ -136,13 +101,8 @@ class CudaStreams:
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
         self._beside = torch.cuda.Stream(device)
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        if stream is Stream.COMPUTE:
-            yield
-        else:
-            with torch.cuda.stream(self._streams[stream]):
-                yield
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        return nullcontext() if stream is Stream.COMPUTE else torch.cuda.stream(self._streams[stream])
 
     def beside(self) -> AbstractContextManager[None]:
         return torch.cuda.stream(self._beside)
@@ -181,4 +141,4 @@ def synchronise(device: torch.device) -> None:
 
 def streams_of(device: torch.device, backend: str, ranks: int) -> DeviceStreams:
     """Return a device's queues; `backend` is "gloo" or "nccl"."""
-    return CudaStreams(device, backend == "nccl" or ranks == 1) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device, backend == "nccl" or ranks == 1) if device.type == "cuda" else DeviceStreams()

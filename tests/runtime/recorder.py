@@ -25,7 +25,7 @@ from hydragraph.cluster.communicators import Channel
 from hydragraph.cluster.launch import World
 from hydragraph.ir.instruction import Stream
 from hydragraph.kernels import slice_copy
-from hydragraph.runtime.streams import Clock, HostClock
+from hydragraph.runtime.streams import DeviceStreams
 
 Times = dict[str, int]  # queue -> how far it is known to be
 
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-class RecordingStreams:
+class RecordingStreams(DeviceStreams):
     """Queues of a device that waits in its queues; marks pass at random times."""
 
     queued = True
@@ -215,9 +215,6 @@ class RecordingStreams:
 
     def finish(self) -> None:
         self.recorder.host_learns(self.recorder.everything())
-
-    def clock(self) -> Clock:
-        return HostClock()
 
 
 @dataclass(frozen=True)
