@@ -36,12 +36,12 @@ from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
 from hydragraph.runtime.pending_work import Finish, Pending
 from hydragraph.runtime.prepared_programs import Prepared, shard_view
 from hydragraph.runtime.rounded_weights import Rounded
+from hydragraph.runtime.saved_views import let_go, restored
 from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.streams import DeviceStreams, Mark, streams_of
 from hydragraph.runtime.thread_times import Scheduled, unknown
-from hydragraph.runtime.weight_views import let_go, restored
 
 _ROW = 1024
 # Stream that produces each kind of value; other kinds arrive as messages.

@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from hydragraph.passes.offload import moves
+from hydragraph.runtime.saved_views import SavedView, restored
 from hydragraph.runtime.streams import DeviceStreams, Mark
 
 Key = tuple[int, torch.dtype]  # address and dtype
-
-
-@dataclass(frozen=True)
-class _View:
-    key: Key
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +30,7 @@ class HostCopy:
         """Copy the storages to `onto` on the current stream; return the saved values as views of `onto`."""
         for key, there in self.storages.items():
             onto[key].copy_(there, non_blocking=True)
-
-        def view(value: Any) -> Any:
-            return onto[value.key].as_strided(value.size, value.stride, value.offset) if type(value) is _View else value
-
-        return [view(value) for value in self.saved]
+        return restored(self.saved, onto)
 
     def room(self, device: torch.device) -> dict[Key, Tensor]:
         """Allocate device memory for the storages on the current stream."""
@@ -79,6 +68,6 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)
             storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned from a GPU
-        return _View(key, value.size(), value.stride(), int(value.storage_offset()))
+        return SavedView(key, value.size(), value.stride(), int(value.storage_offset()))
 
     return HostCopy(tuple(moved(value) for value in saved), storages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hydragraph.runtime.weight_views import let_go, restored
+from hydragraph.runtime.saved_views import let_go, restored
 
 
 def test_views_show_the_weights_pulled_again() -> None:

@@ -1,0 +1,48 @@
+"""Saved views, stored as sizes and strides while the viewed data is elsewhere: streamed weights, offloaded storages.
+
+A real view would keep the data's buffer alive, or show other data after the buffer is reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """View of the 1-D tensor that `key` identifies; `at` is the view's offset in elements."""
+
+    key: Hashable
+    size: torch.Size
+    stride: tuple[int, ...]
+    at: int
+
+
+def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
+    """Return saved values with views of weights (bucket -> 1-D tensor) replaced by `SavedView`s."""
+    storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
+
+    def replaced(value: Any) -> Any:
+        name = storages.get(value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else None
+        if name is None:
+            return value
+        return SavedView(name, value.size(), value.stride(), value.storage_offset() - weights[name].storage_offset())
+
+    return [replaced(value) for value in saved]
+
+
+def restored(saved: Sequence[Any], tensors: Mapping[Any, Tensor]) -> list[Any]:
+    """Return saved values with `SavedView`s of these tensors replaced by real views."""
+
+    def view(value: Any) -> Any:
+        if not isinstance(value, SavedView) or value.key not in tensors:
+            return value
+        flat = tensors[value.key]
+        return flat.as_strided(value.size, value.stride, flat.storage_offset() + value.at)
+
+    return [view(value) for value in saved]
