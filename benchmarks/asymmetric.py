@@ -37,7 +37,7 @@ from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.program import Program
 from hydragraph.passes.weight_layouts import BucketLayouts, layouts
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.exchange import Exchange, Transfer, pull_exchange, push_exchange
 
 RANKS = 6
 LIMIT = timedelta(minutes=20)
@@ -136,10 +136,10 @@ class Link:
         cpu = time.process_time()
         with torch.no_grad():
             if self._direction == "pull":
-                waiting = [start_pull(e, t, torch.float32, self._groups, buffers) for e, t in self._exchanges]
+                waiting = [Transfer(e, self._groups, buffers).pull(t, torch.float32) for e, t in self._exchanges]
             else:
                 pushed = zip(self._exchanges, gradients, strict=True)
-                waiting = [start_push(e, g, t, self._groups, buffers) for (e, t), g in pushed]
+                waiting = [Transfer(e, self._groups, buffers).push(g, t) for (e, t), g in pushed]
             for finish in waiting:
                 finish()
         return time.process_time() - cpu, time.perf_counter() - began

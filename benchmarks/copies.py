@@ -30,7 +30,7 @@ from hydragraph.cluster.launch import join
 from hydragraph.ir.layout import GradientKind, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.exchange import Transfer, hand_exchange, pull_exchange, push_exchange
 
 LIMIT = timedelta(minutes=9)
 
@@ -98,10 +98,10 @@ def links(ranks: int, hidden: int, layers: int, rounds: int) -> dict[tuple[int, 
             groups.gather(None)
             began = time.process_time()
             if what == "pull":
-                for finish in [start_pull(each, own, torch.float32, groups, buffers) for each, own in pulls]:
+                for finish in [Transfer(each, groups, buffers).pull(own, torch.float32) for each, own in pulls]:
                     buffers.give(finish())
             else:
-                started = [start_push(each, sent, own, groups, buffers, to) for each, sent, own, to in pushes]
+                started = [Transfer(each, groups, buffers).push(sent, own, to) for each, sent, own, to in pushes]
                 for finish in started:
                     finish()
             if turn > 1:

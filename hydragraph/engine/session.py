@@ -27,7 +27,7 @@ from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import pull_exchange, start_pull
+from hydragraph.runtime.exchange import Transfer, pull_exchange
 from hydragraph.runtime.executor import Executor, IterationOutcome
 from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
 from hydragraph.runtime.instruction_trace import Timing
@@ -181,7 +181,7 @@ class Session:
             layout, shard = self.home.layouts[bucket.name], shards[bucket.name]
             exchange = pull_exchange(layout, whole(bucket.size, *to), world.rank, world.ranks, world.device)
             chosen = shard.dtype if dtype is None else dtype(p.name for p in parameters)
-            full = start_pull(exchange, shard, chosen, self.groups, Buffers(world.device))()
+            full = Transfer(exchange, self.groups, Buffers(world.device)).pull(shard, chosen)()
             tensors: dict[str, Tensor] = {}
             for parameter in parameters if world.rank in to else ():
                 at = bucket.offsets()[parameter.name]

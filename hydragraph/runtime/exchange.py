@@ -96,21 +96,19 @@ def pull_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
-    sizes = source.local_size(rank), target.local_size(rank)
-    lowered = _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
-    return replace(lowered, stays=stays(source, target))
+    ends = (0, source.local_size(rank)), (0, target.local_size(rank))
+    lowered = _lower(copy(source, target, rank), *ends, rank, ranks, device)
+    return replace(lowered, native=native, stays=stays(source, target))
 
 
 def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
-    slices = reduce(source, target, rank)
     first = target.first.of(rank)
-    lowered = _lower(
-        slices, (0, source.local_size(rank)), _span(first.at, first.hi - first.lo), rank, ranks, native, device
-    )
-    return replace(lowered, stays=sums_stay(source, target))
+    ends = (0, source.local_size(rank)), _span(first.at, first.hi - first.lo)
+    lowered = _lower(reduce(source, target, rank), *ends, rank, ranks, device)
+    return replace(lowered, native=native, stays=sums_stay(source, target))
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
@@ -119,12 +117,12 @@ def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | 
         return None
     slices = hand_on(owners, rank)
     sends, receives = slices.of(rank)
-    source = _span(sends.src_at, sends.hi - sends.lo)
-    return _lower(slices, source, _span(receives.dst_at, receives.hi - receives.lo), rank, ranks, None, device)
+    ends = _span(sends.src_at, sends.hi - sends.lo), _span(receives.dst_at, receives.hi - receives.lo)
+    return _lower(slices, *ends, rank, ranks, device)
 
 
 def _lower(
-    slices: Slices, source: Piece, target: Piece, rank: int, ranks: int, native: str | None, device: torch.device | None
+    slices: Slices, source: Piece, target: Piece, rank: int, ranks: int, device: torch.device | None
 ) -> Exchange:
     sends, receives = slices.of(rank)
     return Exchange(
@@ -132,11 +130,10 @@ def _lower(
         _pieces(receives.dst_at - target[0], receives.hi - receives.lo),
         _per_peer(sends.dst, sends.hi - sends.lo, ranks),
         _per_peer(receives.src, receives.hi - receives.lo, ranks),
-        source[1],
-        target[1],
-        native,
-        source[0],
-        target[0],
+        source=source[1],
+        target=target[1],
+        source_at=source[0],
+        target_at=target[0],
         device=device or torch.device("cpu"),
     )
 
@@ -161,84 +158,68 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
     return tuple(np.bincount(peer, weights=length, minlength=ranks).astype(np.int64).tolist())
 
 
-def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
-    """Start moving values. The returned function waits, and returns the 1-D target in `dtype`, taken from `buffers`.
-
-    If the exchange is an identity without a cast, the target is the home shard itself.
-    """
-    return _Transfer(exchange, groups, buffers).pull(home, dtype)
-
-
-def start_push(
-    exchange: Exchange,
-    gradients: Tensor,
-    home: Tensor,
-    groups: Groups,
-    buffers: Buffers,
-    handing: Exchange | None = None,
-    dtype: torch.dtype = torch.float32,
-    adds: bool = False,
-) -> Finish:
-    """Start moving gradients; the returned function waits, and stores their rank-ordered sum in `home`.
-
-    Args:
-        gradients: this rank's 1-D contribution, possibly empty; it returns to `buffers` once sent.
-        home: this rank's 1-D gradient shard, of the same dtype as `gradients`.
-        handing: exchange that sends the sums to second owners.
-        dtype: dtype to which gradients are rounded before sending.
-        adds: whether to add to `home` instead of overwriting it.
-    """
-    transfer = _Transfer(exchange, groups, buffers)
-    target = _part(home, exchange.target_at, exchange.target)
-    push = transfer.added if adds and gradients is not home else transfer.summed
-    return _handed_on(push(gradients, target, dtype), handing, home, groups, buffers)
-
-
-def start_exact_push(
-    exchange: Exchange,
-    parts: Sequence[Tensor],
-    home: Tensor,
-    groups: Groups,
-    buffers: Buffers,
-    handing: Exchange | None = None,
-) -> Finish:
-    """Start moving exact sums (`kernels.exact_sums`); the returned function rounds their totals into `home`.
-
-    Args:
-        parts: this rank's 1-D fp64 sums, each possibly empty; they return to `buffers` once sent.
-        home: this rank's 1-D fp32 gradient shard, overwritten.
-        handing: as for `start_push`, after rounding.
-    """
-    transfer = _Transfer(exchange, groups, buffers)
-    totals = [buffers.take(exchange.target, torch.float64) for _ in parts]
-    pushes = [transfer.summed(part, total, torch.float64) for part, total in zip(parts, totals, strict=True)]
-
-    def finish() -> Tensor:
-        for push in pushes:
-            push()
-        joined(totals, _part(home, exchange.target_at, exchange.target))
-        for total in totals:
-            buffers.give(total)
-        return home
-
-    push = Finish(finish, pushes[-1].message)  # messages of one communicator complete in order
-    return _handed_on(push, handing, home, groups, buffers)
-
-
-def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
-    if handing is None:
-        return push
-    transfer = _Transfer(handing, groups, buffers)
-    return replace(push, then=lambda: transfer.handed(home))
-
-
 @dataclass(frozen=True, eq=False)
-class _Transfer:
+class Transfer:
+    """Execution of an exchange. Each method starts to move data; the function that it returns waits for the end."""
+
     exchange: Exchange
     groups: Groups
     buffers: Buffers
 
+    def push(
+        self,
+        gradients: Tensor,
+        home: Tensor,
+        handing: Exchange | None = None,
+        dtype: torch.dtype = torch.float32,
+        adds: bool = False,
+    ) -> Finish:
+        """Move gradients; at the end, their rank-ordered sum is in `home`.
+
+        Args:
+            gradients: this rank's 1-D contribution, possibly empty; it returns to `buffers` once sent.
+            home: this rank's 1-D gradient shard, of the same dtype as `gradients`.
+            handing: exchange that sends the sums to second owners.
+            dtype: dtype to which gradients are rounded before sending.
+            adds: whether to add to `home` instead of overwriting it.
+        """
+        target = _part(home, self.exchange.target_at, self.exchange.target)
+        push = self._added if adds and gradients is not home else self._summed
+        return self._handed_on(push(gradients, target, dtype), handing, home)
+
+    def exact_push(self, parts: Sequence[Tensor], home: Tensor, handing: Exchange | None = None) -> Finish:
+        """Move exact sums (`kernels.exact_sums`); at the end, their rounded totals are in `home`.
+
+        Args:
+            parts: this rank's 1-D fp64 sums, each possibly empty; they return to `buffers` once sent.
+            home: this rank's 1-D fp32 gradient shard, overwritten.
+            handing: as for `push`, after rounding.
+        """
+        totals = [self.buffers.take(self.exchange.target, torch.float64) for _ in parts]
+        pushes = [self._summed(part, total, torch.float64) for part, total in zip(parts, totals, strict=True)]
+
+        def finish() -> Tensor:
+            for push in pushes:
+                push()
+            joined(totals, _part(home, self.exchange.target_at, self.exchange.target))
+            for total in totals:
+                self.buffers.give(total)
+            return home
+
+        push = Finish(finish, pushes[-1].message)  # messages of one communicator complete in order
+        return self._handed_on(push, handing, home)
+
+    def _handed_on(self, push: Finish, handing: Exchange | None, home: Tensor) -> Finish:
+        if handing is None:
+            return push
+        transfer = Transfer(handing, self.groups, self.buffers)
+        return replace(push, then=lambda: transfer._handed(home))
+
     def pull(self, home: Tensor, dtype: torch.dtype) -> Finish:
+        """Move values; at the end, they are in a 1-D target in `dtype`, taken from `buffers`.
+
+        If the exchange is an identity without a cast, the target is the home shard itself.
+        """
         exchange, buffers = self.exchange, self.buffers
         if exchange.is_identity and home.dtype == dtype:
             return Finish(lambda: home)
@@ -251,11 +232,7 @@ class _Transfer:
         if exchange.stays and exchange.in_order:
             return Finish(lambda: outgoing)
         incoming = buffers.take(sum(exchange.received), dtype)
-        message = None
-        if exchange.stays:
-            incoming.copy_(outgoing)
-        else:
-            message = self._send(Channel.PULL, incoming, outgoing)
+        message = self._send(Channel.PULL, incoming, outgoing)
         if exchange.in_order:
             return self._finish(message, lambda: incoming, outgoing)
 
@@ -267,10 +244,10 @@ class _Transfer:
 
         return self._finish(message, scatter, outgoing)
 
-    def added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
+    def _added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
         stays = self.exchange.is_identity
         sums = gradients if stays else self.buffers.take(len(home))
-        push = Finish(lambda: gradients) if stays else self.summed(gradients, sums, dtype)
+        push = Finish(lambda: gradients) if stays else self._summed(gradients, sums, dtype)
 
         def add() -> Tensor:
             home.add_(push())
@@ -279,7 +256,7 @@ class _Transfer:
 
         return Finish(add, push.message)
 
-    def summed(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
+    def _summed(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
         exchange, groups, buffers = self.exchange, self.groups, self.buffers
         if exchange.is_identity:
 
@@ -291,16 +268,7 @@ class _Transfer:
 
             return Finish(stay)
         if exchange.stays:
-
-            def add_own() -> Tensor:
-                outgoing = self._gathered(gradients, home.dtype)
-                home.zero_()
-                slice_copy(outgoing, home, exchange.scatter, accumulate=True)
-                buffers.give(outgoing)
-                buffers.give(gradients)
-                return home
-
-            return Finish(add_own)
+            dtype = home.dtype  # gradients that are not sent are not rounded
         # gloo's own reduce-scatter copies its input.
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
@@ -325,7 +293,7 @@ class _Transfer:
 
         return self._finish(message, add, outgoing)
 
-    def handed(self, home: Tensor) -> Finish:
+    def _handed(self, home: Tensor) -> Finish:
         exchange = self.exchange
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
@@ -342,6 +310,9 @@ class _Transfer:
         return self._finish(message, put, outgoing)
 
     def _send(self, channel: Channel, incoming: Tensor, outgoing: Tensor) -> Message | None:
+        if self.exchange.stays:
+            incoming.copy_(outgoing)
+            return None
         return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
 
     def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.runtime.buffers import AHEAD, Buffers
-from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
+from hydragraph.runtime.exchange import Transfer
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.host_copies import Copied, copy_to_host, storage_address
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
@@ -266,7 +267,7 @@ class Executor:
             bucket = bucket_of(name)
             home = self._home.weights[bucket] if self._rounded is None else self._rounded.of(bucket)
             it.timing.started(weights(name))
-            finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
+            finish = Transfer(exchange, self._groups, self._buffers).pull(home, self._program.dtype)
         under_way = it.arriving if instruction.writes else it.serving
         under_way[weights(name)] = Pending(self.streams, Stream.PULL, finish)
 
@@ -438,7 +439,6 @@ class Executor:
         return self._buffers.take(it.prepared.pushes[value.exchange].source)
 
     def _send(self, it: _Iteration, instruction: Instruction) -> None:
-        assert instruction.peer is not None
         (value,) = instruction.reads
         (on_its_way,) = instruction.writes
         tensor = it.values[value].contiguous()
@@ -446,7 +446,7 @@ class Executor:
         with self.streams.on(Stream.P2P), self._watch.communicating():
             self.streams.wait(computed)
             it.timing.started(on_its_way)
-            message = self._groups.send(tensor, instruction.peer, message_tag(value))
+            message = self._groups.send(tensor, instruction.partner, message_tag(value))
         it.arriving[on_its_way] = self._pending(message, tensor)
 
     def _pending(self, message: Message, tensor: Tensor) -> Pending:
@@ -459,7 +459,6 @@ class Executor:
         return Pending(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
-        assert instruction.peer is not None
         (value,) = instruction.writes
         tokens = it.batches[value.micro_batch]["input_ids"].shape[1]
         it.consumed = [mark for mark in it.consumed if not self.streams.passed(mark)]
@@ -469,7 +468,7 @@ class Executor:
         with self.streams.on(Stream.P2P), self._watch.communicating():
             tensor = torch.empty((1, tokens, self._hidden), dtype=self._hidden_dtype, device=self._device)
             it.timing.started(value)
-            message = self._groups.receive(tensor, instruction.peer, message_tag(value))
+            message = self._groups.receive(tensor, instruction.partner, message_tag(value))
         it.arriving[value] = self._pending(message, tensor)
 
     def _push(self, it: _Iteration, instruction: Instruction) -> None:
@@ -491,30 +490,23 @@ class Executor:
                     shard.zero_()
             if total is not home:  # the bucket's next push has another buffer
                 it.added.difference_update(it.prepared.shards[value.bucket])
-        exchange = it.prepared.pushes[name]
         it.values.pop(value, None)
         it.views.pop(value, None)
+        transfer = Transfer(it.prepared.pushes[name], self._groups, self._buffers)
         handing = it.prepared.handings.get(name)
-        dtype = self._program.push_dtype
         adds = name in it.prepared.adds
-        self._start(
-            it,
-            value,
-            [total],
-            lambda: start_push(exchange, total, home, self._groups, self._buffers, handing, dtype, adds),
-        )
+        push = partial(transfer.push, total, home, handing, self._program.push_dtype, adds)
+        self._start(it, value, [total], push)
 
     def _push_exact(self, it: _Iteration, instruction: Instruction) -> None:
         value = gradients(instruction.target)
         home = self._home.gradients[value.bucket]
-        exchange = it.prepared.pushes[instruction.target]
+        transfer = Transfer(it.prepared.pushes[instruction.target], self._groups, self._buffers)
         none = [home.new_empty(0, dtype=torch.float64) for _ in exact_sums.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
         it.sums.pop(value, None)
         handing = it.prepared.handings.get(instruction.target)
-        self._start(
-            it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers, handing)
-        )
+        self._start(it, value, sums, partial(transfer.exact_push, sums, home, handing))
 
     def _start(self, it: _Iteration, value: Value, sent: Sequence[Tensor], push: Callable[[], Finish]) -> None:
         self._hand_on(it)

@@ -48,7 +48,7 @@ class Pending:
         self._finish = finish
         self._end: tuple[Tensor, Mark] | None = None
         if streams.queued and at_once:
-            self._ended()
+            self.end()
 
     @property
     def ready(self) -> bool:
@@ -72,17 +72,15 @@ class Pending:
             self._finish.result()
             self._finish = self._finish.then()
 
-    def end(self) -> None:
-        self._ended()
-
     def __call__(self) -> Tensor:
         """Make the current stream wait, and return the value; its memory stays allocated while the stream uses it."""
-        value, mark = self._ended()
+        value, mark = self.end()
         self._streams.wait(mark)
         self._streams.hold(value)
         return value
 
-    def _ended(self) -> tuple[Tensor, Mark]:
+    def end(self) -> tuple[Tensor, Mark]:
+        """End the exchange on its stream, without making the current stream wait."""
         if self._end is None:
             with self._streams.on(self._stream):
                 self._end = self._finish(), self._streams.mark()

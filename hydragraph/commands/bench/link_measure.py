@@ -21,7 +21,7 @@ from hydragraph.engine import api
 from hydragraph.engine.executable import Executable
 from hydragraph.passes.weight_layouts import layouts
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.exchange import Transfer, hand_exchange, pull_exchange, push_exchange
 from hydragraph.runtime.pending_work import Finish
 from hydragraph.runtime.streams import streams_of
 from hydragraph.spec.home import Home
@@ -108,12 +108,12 @@ def transfers(exe: Executable, strategy: Strategy, direction: Direction) -> Side
         shard = exe.home.gradients[placed.bucket.name]
         if direction == "pull":
             pull = pull_exchange(placed.home, placed.used, rank, ranks, device)
-            starts.append(partial(start_pull, pull, weights, exe.program.dtype, exe.groups, buffers))
+            starts.append(partial(Transfer(pull, exe.groups, buffers).pull, weights, exe.program.dtype))
         else:
             push = push_exchange(placed.used, placed.home, rank, ranks, device)
             handing = hand_exchange(placed.home, rank, ranks, device)
             gradients = shard if push.is_identity else torch.zeros(push.source, device=device)
-            starts.append(partial(start_push, push, gradients, shard, exe.groups, buffers, handing))
+            starts.append(partial(Transfer(push, exe.groups, buffers).push, gradients, shard, handing))
 
     def move(turn: int) -> None:
         buffers.begin()
