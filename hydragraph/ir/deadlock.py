@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.instruction import EXCHANGED, Instruction, Op
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
 
@@ -45,7 +45,6 @@ def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
 
 
 _COMPUTED = (Op.FORWARD, Op.BACKWARD)
-_EXCHANGED = (Op.PULL, Op.PUSH)
 
 
 class _Simulation:
@@ -113,7 +112,7 @@ class _Simulation:
         needed = set()
         if instruction.op in _COMPUTED:
             needed = {(Op.PULL, value.exchange) for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
-        elif instruction.op in _EXCHANGED:
+        elif instruction.op in EXCHANGED:
             room = (value for value in instruction.after if value not in instruction.reads)
             needed = {(instruction.op, value.exchange) for value in room}
         return {exchange for exchange in needed if self.entered[exchange] < len(self.programs)}
@@ -133,7 +132,7 @@ class _Simulation:
                 self.turn[rank, message] = self.sent[rank, instruction.partner]
         elif instruction.op is Op.RECEIVE:
             self.received[instruction.partner, rank] += 1
-        elif instruction.op in _EXCHANGED:
+        elif instruction.op in EXCHANGED:
             self.entered[instruction.op, instruction.target] += 1
 
     def _woken(self, instruction: Instruction) -> Sequence[int]:

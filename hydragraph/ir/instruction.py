@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from hydragraph.ir.schedules.schedule import Work
-from hydragraph.ir.value import Value, ValueKind
+from hydragraph.ir.value import Value, ValueKind, gradients, weights
 
 
 class Op(Enum):
@@ -43,6 +43,7 @@ class Rule:
     writes: tuple[ValueKind, ...] = ()
 
 
+EXCHANGED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradients}
 _MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # values that stages send to each other
 
 RULES: Mapping[Op, Rule] = {
@@ -106,6 +107,10 @@ class Instruction:
     def partner(self) -> int:
         assert self.peer is not None, f"a {self.op.value} must have a peer"
         return self.peer
+
+    def waiting_for(self, after: tuple[Value, ...]) -> Instruction:
+        # `dataclasses.replace` is several times slower.
+        return Instruction(self.op, self.target, self.micro_batch, self.peer, self.reads, self.writes, after)
 
     @property
     def work(self) -> Work:

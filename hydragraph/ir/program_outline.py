@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,7 +35,7 @@ class Outline:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
         elements: number of elements in each bucket; if empty, 1 each.
-        window: maximum number of elements in flight, separately for pulls and pushes; None: see `room`.
+        window: maximum number of elements in flight, separately for pulls and pushes; None: see `awaited`.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
@@ -75,15 +76,6 @@ class Outline:
                 raise ValueError(
                     f"bucket {name!r} is used by {blocks}: name at least one block, all from {self.blocks}"
                 )
-        if self.elements and len(self.elements) != len(self.buckets):
-            raise ValueError(
-                f"'elements' has {len(self.elements)} numbers for {len(self.buckets)} buckets: give one per bucket"
-            )
-        strangers = set(self.frozen) - {name for name, _ in self.buckets}
-        if strangers:
-            raise ValueError(
-                f"'frozen' is {self.frozen}: {sorted(strangers)} are not buckets of the program; name only its buckets"
-            )
 
     @property
     def layers(self) -> int:
@@ -103,11 +95,27 @@ class Outline:
     def _largest(self) -> int:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
-    def room(self, exchanges: Iterable[str]) -> int:
-        """Return `window`; if None, the largest block's number of elements, doubled unless an exchange is streamed."""
-        if self.window is not None:
-            return self.window
-        return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
+    def awaited(self, exchanges: Sequence[str]) -> list[list[str]]:
+        """Return the earlier pulls (or pushes) that must end before each one starts; a single bucket always fits.
+
+        The elements in flight are limited to `window` or, if None, to the largest block's number of elements, doubled
+        unless an exchange is streamed.
+        """
+        room = self.window
+        if room is None:
+            room = self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
+        result = []
+        under_way: deque[str] = deque()
+        size = 0
+        for exchange in exchanges:
+            size += self.sizes[bucket_of(exchange)]
+            over = []
+            while under_way and size > room:
+                over.append(under_way.popleft())
+                size -= self.sizes[bucket_of(over[-1])]
+            under_way.append(exchange)
+            result.append(over)
+        return result
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from hydragraph.ir.deadlock import find_deadlock
-from hydragraph.ir.instruction import RULES, Instruction, Op, waits
+from hydragraph.ir.instruction import EXCHANGED, RULES, Instruction, Op, waits
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
@@ -20,7 +20,6 @@ from hydragraph.ir.value import (
     activation,
     activation_gradient,
     aux,
-    bucket_of,
     copying,
     fetched,
     gradients,
@@ -45,7 +44,7 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Blocks, buckets and neighbors of a rank, from the programs' headers.
+    """Blocks and neighbors of a rank, from the programs' headers.
 
     Attributes:
         blocks: positions of blocks, by interleaved stage.
@@ -53,7 +52,6 @@ class _Site:
     """
 
     blocks: tuple[range, ...]
-    buckets: frozenset[str]
     neighbours: Mapping[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -154,16 +152,15 @@ def _role(program: RankProgram, pipeline: int, stage: int) -> Role:
 
 def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram]], outline: Outline) -> _Site:
     if not program.roles:
-        return _Site((), frozenset(), {})
+        return _Site((), {})
     blocks = tuple(range(*outline.span(*span)) for span in program.layers)
-    buckets = frozenset(bucket for span in blocks for k in span for bucket in outline.weights[outline.blocks[k]])
     neighbours: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for role in program.roles:
         before, behind = (pipelines[role.pipeline].get(role.stage + step) for step in (-1, 1))
         around = (before.tp if before else (), behind.tp if behind else ())
         visit = program.layers.index(program.span_of(role))
         neighbours.update({(m, visit): around for m in role.micro_batches})
-    return _Site(blocks, buckets, neighbours)
+    return _Site(blocks, neighbours)
 
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
@@ -208,17 +205,15 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    return frozenset(
-        _NAMED[value.kind](value.bucket)
-        if value.kind in _NAMED
-        else saved(value.block, value.micro_batch)
-        if value.kind is ValueKind.FETCHED
-        else value
-        for value in values
-    )
+    """Replace streamed weights and gradients by their bucket's, and fetched values by saved ones."""
+    return frozenset(_PLAIN[value.kind](value) if value.kind in _PLAIN else value for value in values)
 
 
-_NAMED = {ValueKind.WEIGHTS: weights, ValueKind.GRADIENTS: gradients}
+_PLAIN: Mapping[ValueKind, Callable[[Value], Value]] = {
+    ValueKind.WEIGHTS: lambda value: weights(value.bucket),
+    ValueKind.GRADIENTS: lambda value: gradients(value.bucket),
+    ValueKind.FETCHED: lambda value: saved(value.block, value.micro_batch),
+}
 _DESCRIBED = {
     Work.FORWARD: "forward",
     Work.BACKWARD: "backward",
@@ -257,7 +252,8 @@ def _work(
 
 
 def _check_values(program: RankProgram) -> None:
-    """Check that values are written before use, awaited if written on another stream, and freed once after last use."""
+    """Check that values are complete before use, awaited if written on another stream, and freed after last use."""
+    pushed: dict[Value, int] = {}
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
@@ -281,8 +277,12 @@ def _check_values(program: RankProgram) -> None:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
                 del alive[value]
+        if instruction.op is Op.PUSH:
+            pushed.update(dict.fromkeys(instruction.reads, index))
         # Only gradients are accumulated.
         for value in instruction.writes:
+            if value in pushed:
+                raise _fail(program, pushed[value], f"{value} is pushed before instruction {index} adds to it")
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
             ):
@@ -301,7 +301,6 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
             _check_exchange(program, own, op, used)
             _check_window(program, outline, op)
     for program, _ in ones:
-        _check_pushed_values(program)
         _check_end(program, mode)
     # Communicators match pulls, and pushes, by their order, so all ranks must use the same order.
     for op in (Op.PULL, Op.PUSH):
@@ -342,28 +341,13 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    under_way: deque[Value] = deque()
-    named = weights if op is Op.PULL else gradients
-    room = outline.room(instruction.target for _, instruction in _of(program, op))
-    for index, instruction in _of(program, op):
-        left = room - outline.sizes[bucket_of(instruction.target)]
-        over = []
-        while under_way and sum(outline.sizes[value.bucket] for value in under_way) > left:
-            over.append(under_way.popleft())
+    exchanges = _of(program, op)
+    awaited = outline.awaited([instruction.target for _, instruction in exchanges])
+    for (index, instruction), names in zip(exchanges, awaited, strict=True):
+        over = [EXCHANGED[op](name) for name in names]
         if [value for value in instruction.after if value not in instruction.reads] != over:
             expected = f"these earlier exchanges: {', '.join(over)}" if over else "no earlier exchange"
             raise _fail(program, index, f"this instruction should wait for {expected}")
-        under_way.append(named(instruction.target))
-
-
-def _check_pushed_values(program: RankProgram) -> None:
-    pushed: dict[Value, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        if instruction.op is Op.PUSH:
-            pushed.update(dict.fromkeys(instruction.reads, index))
-        for value in instruction.writes:
-            if value in pushed:
-                raise _fail(program, pushed[value], f"{value} is pushed before instruction {index} adds to it")
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.instruction import EXCHANGED, Instruction, Op, Stream
 from hydragraph.ir.program_outline import Outline
-from hydragraph.ir.value import Value, ValueKind, bucket_of, gradients, weights
-
-NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradients}
+from hydragraph.ir.value import Value, ValueKind
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait until its bucket fits in the limit; a single bucket always fits."""
-    room = outline.room(exchange.target for exchange in exchanges)
-    result = []
-    under_way: deque[str] = deque()
-    size = 0
-    for exchange in exchanges:
-        size += outline.sizes[bucket_of(exchange.target)]
-        over = []
-        while under_way and size > room:
-            first = under_way.popleft()
-            size -= outline.sizes[bucket_of(first)]
-            over.append(NAMED[exchange.op](first))
-        under_way.append(exchange.target)
-        result.append(_behind(exchange, over))
-    return result
-
-
-def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
-    return Instruction(exchange.op, exchange.target, reads=exchange.reads, writes=exchange.writes, after=tuple(over))
+    """Make every pull or push wait for the earlier ones that must end first (`Outline.awaited`)."""
+    awaited = outline.awaited([exchange.target for exchange in exchanges])
+    return [
+        exchange.waiting_for(tuple(map(EXCHANGED[exchange.op], names)))
+        for exchange, names in zip(exchanges, awaited, strict=True)
+    ]
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
@@ -55,10 +39,8 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
 
 def _first_forwards(work: Sequence[Instruction]) -> int:
     for i, instruction in enumerate(work):
-        if instruction.op is not Op.SEND and (instruction.op, instruction.micro_batch) != (
-            Op.FORWARD,
-            work[0].micro_batch,
-        ):
+        forward = instruction.op is Op.FORWARD and instruction.micro_batch == work[0].micro_batch
+        if instruction.op is not Op.SEND and not forward:
             return i
     return len(work)
 
@@ -72,8 +54,6 @@ def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
 
     On later stages, return the end of the work, because not all ranks of a stage send.
     """
-    last = -1
-    for i, instruction in enumerate(work):
-        if instruction.stream is Stream.P2P or not first_stage:
-            last = i
-    return last + 1
+    if not first_stage:
+        return len(work)
+    return max((i + 1 for i, instruction in enumerate(work) if instruction.stream is Stream.P2P), default=0)

@@ -12,9 +12,10 @@ from dataclasses import replace
 from hydragraph.ir.instruction import Instruction, Op, Stream, waits
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, gradients, weights
-from hydragraph.passes.bytes_in_flight import free_to_wait, interleaved, windowed
+from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient
+from hydragraph.passes.bytes_in_flight import free_to_wait, interleaved
 from hydragraph.passes.place import Placement
+from hydragraph.passes.stream import exchanges
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
@@ -35,22 +36,12 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
 
 
 def _with_exchanges(placement: Placement, mode: Mode, program: RankProgram) -> list[Instruction]:
-    mine = placement.held(program.rank)
-    buckets = tuple(bucket for bucket, _ in placement.holders)
+    stage = placement.stage_of.get(program.rank)
     work = _post_early(placement, program)
-    pulls = [Instruction(Op.PULL, bucket, writes=(weights(bucket),) if bucket in mine else ()) for bucket in buckets]
-    pushes = [
-        Instruction(Op.PUSH, bucket, reads=(gradients(bucket),) if bucket in mine else ())
-        for bucket in reversed(buckets)
-        if mode != "evaluate" and bucket not in placement.outline.frozen
-    ]
-    pushed = _with_pushes(work, windowed(pushes, placement.outline), _free_to_wait(placement, program.rank, work))
-    return interleaved(windowed(pulls, placement.outline), _with_ends(placement, program.rank, pushed))
-
-
-def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) -> int:
-    stage = placement.stage_of.get(rank)
-    return free_to_wait(work, stage is None or not any(role.previous for role in stage.roles))
+    entered = exchanges(placement, mode, program.rank)
+    pulls, pushes = ([exchange for exchange in entered if exchange.op is op] for op in (Op.PULL, Op.PUSH))
+    free = free_to_wait(work, stage is None or not any(role.previous for role in stage.roles))
+    return interleaved(pulls, _with_ends(placement, program.rank, _with_pushes(work, pushes, free)))
 
 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
@@ -148,21 +139,6 @@ def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     waiting: list[Instruction] = []
     for instruction in instructions:
         after = (*waits(instruction, stream_of), *instruction.after)
-        # `dataclasses.replace` is several times slower.
-        waiting.append(
-            Instruction(
-                instruction.op,
-                instruction.target,
-                instruction.micro_batch,
-                instruction.peer,
-                instruction.reads,
-                instruction.writes,
-                after,
-            )
-            if after
-            else instruction
-        )
-        stream = instruction.stream
-        for value in instruction.writes:
-            stream_of[value] = stream
+        waiting.append(instruction.waiting_for(after) if after else instruction)
+        stream_of.update(dict.fromkeys(instruction.writes, instruction.stream))
     return tuple(waiting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program_outline import Mode, Outline
@@ -62,10 +61,6 @@ class PlacedStage:
     def positions(self) -> tuple[int, ...]:
         return tuple(k for span in self.blocks for k in range(*span))
 
-    @property
-    def interleaved(self) -> bool:
-        return len(self.blocks) > 1
-
     def role_of(self, micro_batch: int, visit: int = 0) -> PlacedRole:
         return next(role for role in self.roles if micro_batch in role.micro_batches and role.visit == visit)
 
@@ -76,8 +71,8 @@ class PlacedStage:
         return StagePart(self.kind, self.ranks.index(rank))
 
 
-@dataclass(frozen=True)
-class _Group:
+@dataclass(frozen=True, eq=False)
+class ScheduleGroup:
     """Pipelines scheduled together; `numbers` maps the ranks of a stage to its row in `shape`."""
 
     pipelines: tuple[int, ...]
@@ -85,7 +80,7 @@ class _Group:
     numbers: Mapping[tuple[int, ...], int]
 
 
-def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
+def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> ScheduleGroup:
     # Row numbers ascend along every pipeline, unless an interleaved stage returns to earlier ranks.
     every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
@@ -95,12 +90,12 @@ def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ..
         ranks = {role.stage: (stage.ranks, role) for stage in stages[p] for role in stage.roles if role.pipeline == p}
         counts.append(len(ranks[0][1].micro_batches))
         rows.append(tuple(numbers[ranks[stage][0]] for stage in sorted(ranks)))
-    return _Group(pipelines, Shape(tuple(counts), tuple(rows)), numbers)
+    return ScheduleGroup(pipelines, Shape(tuple(counts), tuple(rows)), numbers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
-    """Placement of blocks and weights for one iteration.
+    """Placement of blocks and weights for one iteration; compared by identity.
 
     Attributes:
         stages: stages with micro-batches, ordered by pipeline and stage; shared and interleaved stages occur once.
@@ -119,32 +114,36 @@ class Placement:
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
         """Return a stage's actions in schedule order, with `pipeline` counted within its group."""
-        group = self._groups[stage.roles[0].pipeline]
+        group = self._group_of[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
     def beats(self, stage: PlacedStage) -> Mapping[PlacedRole, Beat]:
-        group = self._groups[stage.roles[0].pipeline]
+        group = self._group_of[stage.roles[0].pipeline]
         every = beats_of(group.shape)
         return {role: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}
 
     @cached_property
-    def _groups(self) -> Mapping[int, _Group]:
+    def groups(self) -> tuple[ScheduleGroup, ...]:
         stages: dict[int, list[PlacedStage]] = {}
         for stage in self.stages:
             for pipeline in dict.fromkeys(role.pipeline for role in stage.roles):
                 stages.setdefault(pipeline, []).append(stage)
-        groups = [_group(stages, tuple(p for p in joined if p in stages)) for joined in self.joined]
-        return {pipeline: group for group in groups for pipeline in group.pipelines}
+        found = (tuple(pipeline for pipeline in joined if pipeline in stages) for joined in self.joined)
+        return tuple(_group(stages, pipelines) for pipelines in found if pipelines)
+
+    @cached_property
+    def _group_of(self) -> Mapping[int, ScheduleGroup]:
+        return {pipeline: group for group in self.groups for pipeline in group.pipelines}
 
     @property
     def streams(self) -> bool:
         """Whether any stage with micro-batches streams weights or gradients."""
         return any(stage.stream for stage in self.stages)
 
-    @cached_property
-    def results(self) -> dict[str, Any]:
-        """Results of passes that are equal for all ranks, cached by mode."""
-        return {}
+    def peers_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a rank's stage, or () for an idle rank."""
+        stage = self.stage_of.get(rank)
+        return () if stage is None else stage.ranks
 
     def held(self, rank: int) -> frozenset[str]:
         stage = self.stage_of.get(rank)

@@ -15,18 +15,19 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
-from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.instruction import EXCHANGED, Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.schedules.schedule import Work
+from hydragraph.ir.schedules.schedule_kinds import schedule_of
 from hydragraph.ir.value import Value, ValueKind, gradients, streamed, weights
-from hydragraph.passes.bytes_in_flight import NAMED, windowed
+from hydragraph.passes.bytes_in_flight import windowed
 from hydragraph.passes.place import PlacedStage, Placement, stage_buckets
 
 Ranks = tuple[int, ...]
-Task = tuple[Op, int, int]  # operation, micro-batch, visit
 
 
 class Computation(NamedTuple):
@@ -80,10 +81,9 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     """Add pulls and pushes if a stage of the iteration streams; otherwise, `overlap` adds them."""
     if not placement.streams:
         return program
-    exchanges = streaming(placement, mode)
-    stage = placement.stage_of.get(program.rank)
-    ranks = stage.ranks if stage else ()
-    waiting = deque(zip(exchanges.turns, _exchanges(placement.outline, exchanges.turns, ranks), strict=True))
+    found = streaming(placement, mode)
+    ranks = placement.peers_of(program.rank)
+    waiting = deque(zip(found.turns, exchanges(placement, mode, program.rank), strict=True))
     placed: list[Instruction] = []
     received: list[Instruction] = []
     for instruction in program.instructions:
@@ -92,10 +92,10 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
             continue
         if instruction.op in (Op.FORWARD, Op.BACKWARD):
             key = _computation(instruction)
-            time = exchanges.times[ranks][key]
+            time = found.times[ranks][key]
             while waiting and _precedes(waiting[0][0], time):
                 placed.append(waiting.popleft()[1])
-            instruction = _renamed(instruction, exchanges, ranks, key)
+            instruction = _renamed(instruction, found, ranks, key)
         placed += [*received, instruction]
         received = []
     return replace(program, instructions=(*placed, *received, *(exchange for _, exchange in waiting)))
@@ -105,9 +105,9 @@ def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hash
     """Return a key that, together with a stage's roles and blocks, determines the stage's exchanges."""
     if stage is None or not placement.streams:
         return None
-    exchanges = streaming(placement, mode)
-    own_turn_numbers = tuple(i for i, turn in enumerate(exchanges.turns) if stage.ranks in turn.stages)
-    return own_turn_numbers, tuple(exchanges.times[stage.ranks].values())
+    found = streaming(placement, mode)
+    own_turn_numbers = tuple(i for i, turn in enumerate(found.turns) if stage.ranks in turn.stages)
+    return own_turn_numbers, tuple(found.times[stage.ranks].values())
 
 
 def _computation(instruction: Instruction) -> Computation:
@@ -119,17 +119,16 @@ def _precedes(turn: Turn, time: Fraction) -> bool:
     return turn.time <= time if turn.op is Op.PULL else turn.time < time
 
 
-def _exchanges(outline: Outline, found: tuple[Turn, ...], ranks: Ranks) -> Iterator[Instruction]:
-    ways: dict[Op, Iterator[Instruction]] = {}
-    for op in (Op.PULL, Op.PUSH):
-        mine = [_exchange(turn, ranks in turn.stages) for turn in found if turn.op is op]
-        ways[op] = iter(windowed(mine, outline))
-    for turn in found:
-        yield next(ways[turn.op])
+def exchanges(placement: Placement, mode: Mode, rank: int) -> list[Instruction]:
+    """Return a rank's pulls and pushes, in the order of `turns`."""
+    ranks = placement.peers_of(rank)
+    every = [_exchange(turn, ranks in turn.stages) for turn in turns(placement, mode)]
+    by_op = {op: iter(windowed([e for e in every if e.op is op], placement.outline)) for op in EXCHANGED}
+    return [next(by_op[exchange.op]) for exchange in every]
 
 
 def _exchange(turn: Turn, mine: bool) -> Instruction:
-    values = (NAMED[turn.op](turn.name),) if mine else ()
+    values = (EXCHANGED[turn.op](turn.name),) if mine else ()
     if turn.op is Op.PULL:
         return Instruction(Op.PULL, turn.name, writes=values)
     return Instruction(Op.PUSH, turn.name, reads=values)
@@ -160,28 +159,21 @@ class _Moment(NamedTuple):
     streamed: bool
 
 
-_Uses = list[tuple[PlacedStage, tuple[Computation, ...]]]  # stages and the computations that an exchange serves
+_Served = tuple[PlacedStage, tuple[Computation, ...]]  # the computations of a stage that an exchange serves
 
 
+@lru_cache(maxsize=4)  # once for all ranks
 def streaming(placement: Placement, mode: Mode) -> Streaming:
-    """Return the exchanges of an iteration, computed once for all ranks."""
-    if mode not in placement.results:
-        placement.results[mode] = _streaming(placement, mode)
-    result: Streaming = placement.results[mode]
-    return result
-
-
-def _streaming(placement: Placement, mode: Mode) -> Streaming:
+    """Return the exchanges of an iteration."""
     outline = placement.outline
     times = _times(placement, mode)
-    moments: defaultdict[_Moment, _Uses] = defaultdict(list)
     places = {bucket: i for i, bucket in enumerate(outline.pull_order)}
-    for stage in placement.stages:
-        for time, bucket, served in _pulls(outline, stage, times[stage.ranks]):
-            moments[_Moment(time, False, places[bucket], bucket, stage.streams_weights)].append((stage, served))
+    uses = [use for stage in placement.stages for use in _pulls(outline, stage, times[stage.ranks], places)]
     if mode != "evaluate":
-        for moment, stage, served in _pushes(placement, times, places):
-            moments[moment].append((stage, served))
+        uses += _pushes(placement, times, places)
+    moments: defaultdict[_Moment, list[_Served]] = defaultdict(list)
+    for moment, use in uses:
+        moments[moment].append(use)
     numbers: Counter[tuple[bool, str]] = Counter()
     ordered_turns: list[Turn] = []
     names: defaultdict[tuple[Ranks, Computation, Op], dict[str, str]] = defaultdict(dict)
@@ -200,82 +192,68 @@ def _streaming(placement: Placement, mode: Mode) -> Streaming:
 
 
 def _pulls(
-    outline: Outline, stage: PlacedStage, times: Mapping[Computation, Fraction]
-) -> Iterator[tuple[Fraction, str, tuple[Computation, ...]]]:
+    outline: Outline, stage: PlacedStage, times: Mapping[Computation, Fraction], places: Mapping[str, int]
+) -> Iterator[tuple[_Moment, _Served]]:
     if not stage.streams_weights:
         for bucket in stage_buckets(outline, stage):
-            yield _START, bucket, tuple(c for c in times if bucket in outline.weights[c.block])
+            users = tuple(c for c in times if bucket in outline.weights[c.block])
+            yield _Moment(_START, False, places[bucket], bucket, False), (stage, users)
         return
-    order = list(times)
-    before = times[order[0]]
+    before = next(iter(times.values()))
     open_pulls: dict[str, tuple[Fraction, list[Computation]]] = {}
-    for computation in order:
+    for computation, time in times.items():
         needed = outline.weights[computation.block]
         for bucket in [bucket for bucket in open_pulls if bucket not in needed]:
-            time, served = open_pulls.pop(bucket)
-            yield time, bucket, tuple(served)
+            begin, served = open_pulls.pop(bucket)
+            yield _Moment(begin, False, places[bucket], bucket, True), (stage, tuple(served))
         for bucket in needed:
             open_pulls.setdefault(bucket, (before, []))[1].append(computation)
-        before = times[computation]
-    for bucket, (time, served) in open_pulls.items():
-        yield time, bucket, tuple(served)
+        before = time
+    for bucket, (begin, served) in open_pulls.items():
+        yield _Moment(begin, False, places[bucket], bucket, True), (stage, tuple(served))
 
 
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
-) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
+) -> Iterator[tuple[_Moment, _Served]]:
     outline = placement.outline
-    whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
+    whole: defaultdict[str, list[_Served]] = defaultdict(list)
     for stage in placement.stages:
         backwards = [c for c in times[stage.ranks] if c.op is Op.BACKWARD]
         for computation in backwards if stage.stream else ():
             for bucket in outline.gradients[computation.block]:
                 time = times[stage.ranks][computation]
-                yield _Moment(time, True, -places[bucket], bucket, True), stage, (computation,)
+                yield _Moment(time, True, -places[bucket], bucket, True), (stage, (computation,))
         for bucket in () if stage.stream else stage_buckets(outline, stage) - {*outline.frozen}:
             whole[bucket].append((stage, tuple(c for c in backwards if bucket in outline.gradients[c.block])))
     for bucket, uses in whole.items():
         last = max(times[stage.ranks][computation] for stage, served in uses for computation in served)
-        for stage, served in uses:
-            yield _Moment(last, True, -places[bucket], bucket, False), stage, served
+        for use in uses:
+            yield _Moment(last, True, -places[bucket], bucket, False), use
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
-    by_ranks = {stage.ranks: stage for stage in placement.stages}
-    left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
-    times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}
-    free: dict[Ranks, Fraction] = dict.fromkeys(left, Fraction(0))
-    ended: dict[tuple[int, int, Op, int], Fraction] = {}  # (pipeline, stage, operation, micro-batch) -> end
-    ready = deque(left)
-    while ready:
-        ranks = ready.popleft()
-        stage = by_ranks[ranks]
-        while left[ranks]:
-            task = left[ranks][0]
-            role = stage.role_of(*task[1:])
-            source = role.previous if task[0] is Op.FORWARD else role.following
-            needed = (role.pipeline, role.stage + (-1 if task[0] is Op.FORWARD else 1), *task[:2])
-            if source and needed not in ended:
-                break
-            left[ranks].popleft()
-            begin = max(free[ranks], ended[needed]) if source else free[ranks]
-            seconds = Fraction(1 if task[0] is Op.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
-            blocks = _blocks(placement.outline, stage, task)
-            for i, block in enumerate(blocks):
-                times[ranks][Computation(task[0], block, task[1])] = begin + i * seconds / len(blocks)
-            free[ranks] = ended[role.pipeline, role.stage, *task[:2]] = begin + seconds
-            target = role.following if task[0] is Op.FORWARD else role.previous
-            ready.extend([target] if target else [])
-    assert not any(left.values()), "all tasks of a schedule must run"
+    times: dict[Ranks, dict[Computation, Fraction]] = {stage.ranks: {} for stage in placement.stages}
+    for group in placement.groups:
+        schedule = schedule_of(placement.schedule, group.shape, mode)
+        stages = {row: placement.stage_of[ranks[0]] for ranks, row in group.numbers.items()}
+        lengths = [[_length(stages[row], a.work) for a in actions] for row, actions in enumerate(schedule.actions)]
+        begins = schedule.begins(group.shape.places, lengths)
+        for row, stage in stages.items():
+            for action, begin, length in zip(schedule.actions[row], begins[row], lengths[row], strict=True):
+                op = Op.FORWARD if action.work is Work.FORWARD else Op.BACKWARD
+                blocks = _blocks(placement.outline, stage, op, action.visit)
+                for i, block in enumerate(blocks):
+                    times[stage.ranks][Computation(op, block, action.micro_batch)] = begin + i * length / len(blocks)
     return times
 
 
-def _tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> list[Task]:
-    ops = {Work.FORWARD: Op.FORWARD, Work.BACKWARD: Op.BACKWARD}
-    return [(ops[action.work], action.micro_batch, action.visit) for action in placement.actions(stage, mode)]
+def _length(stage: PlacedStage, work: Work) -> Fraction:
+    """Return the time of a forward or backward; a backward takes twice as long as a forward."""
+    return Fraction(1 if work is Work.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
 
 
-def _blocks(outline: Outline, stage: PlacedStage, task: Task) -> list[str]:
-    first, last = stage.blocks[task[2]]
-    order = range(first, last) if task[0] is Op.FORWARD else reversed(range(max(first, outline.lowest), last))
+def _blocks(outline: Outline, stage: PlacedStage, op: Op, visit: int) -> list[str]:
+    first, last = stage.blocks[visit]
+    order = range(first, last) if op is Op.FORWARD else reversed(range(max(first, outline.lowest), last))
     return [outline.blocks[k] for k in order]

@@ -48,7 +48,6 @@ def test_stages_take_the_ends_with_the_first_and_the_last_layer() -> None:
         ({"blocks": ("embed", "embed", "head")}, "occurs more than once"),
         ({"buckets": (("x", ()),)}, "name at least one block"),
         ({"buckets": (("x", ("nowhere",)),)}, "name at least one block"),
-        ({"frozen": ("x",)}, r"\['x'\] are not buckets of the program"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:

@@ -40,13 +40,9 @@ def test_interleaved_stages_of_the_same_ranks_are_placed_together():
         (0, 0, (), (2, 1)),
         (2, 1, (2, 1), (3,)),
     ]
-    assert (first.micro_batches, first.positions, first.interleaved) == ((0, 1, 2), (0, 1, 3, 4), True)
+    assert (first.micro_batches, first.positions) == ((0, 1, 2), (0, 1, 3, 4))
     assert [first.visit_of(k) for k in first.positions] == [0, 0, 1, 1]
-    assert [(stage.layers, stage.interleaved) for stage in (second, last, whole)] == [
-        (((1, 2),), False),
-        (((4, 5),), False),
-        (((0, 5),), False),
-    ]
+    assert [stage.layers for stage in (second, last, whole)] == [((1, 2),), ((4, 5),), ((0, 5),)]
     assert dict(placement.holders)["word"] == ((0,), (3,), (4,))
     assert placement.held(0) == {"word", "layer.0", "layer.2", "layer.3"}
 
