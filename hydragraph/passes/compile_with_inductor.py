@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
-from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.passes.bind import bind
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collective_operators import RESULT
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.place import require_whole_backward
 from hydragraph.private.inductor import (
     LEAST,
     Code,
@@ -74,13 +74,8 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Raise Unsupported if a schedule splits each backward."""
-    if strategy.schedule not in WHOLE_BACKWARD:
-        raise Unsupported(
-            f"schedule {strategy.schedule} splits each backward in two, but Inductor compiles it as a whole",
-            where=f"strategy {strategy}",
-            remedy=f'pass backend="eager", or use schedule {" or ".join(sorted(WHOLE_BACKWARD))}',
-        )
+    """Raise Unsupported if a schedule splits each backward: Inductor compiles it as a whole."""
+    require_whole_backward(strategy, "compilation with Inductor", 'pass backend="eager"')
 
 
 def compile_variant(
@@ -246,13 +241,9 @@ def _received(value: Any, device: torch.device) -> Any:
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
     # Calling a piece costs more than calling a single operator.
-    fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
+    fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED | NO_WORK and makes_tensors(n.target)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)
-
-
-def _works(node: fx.Node) -> bool:
-    return node.target not in NO_WORK and makes_tensors(node.target)
 
 
 def _entering(run: Sequence[fx.Node]) -> list[fx.Node]:

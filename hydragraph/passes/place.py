@@ -171,13 +171,20 @@ def refuse_streams(strategy: Strategy) -> None:
 
     Each half of a backward would pull the weights, and fetched activations would stay on the device between the halves.
     """
-    for chosen, what, flags in ((strategy.streams, "streaming", "w and g"), (strategy.offloads, "offloading", "o")):
-        if chosen and strategy.schedule not in WHOLE_BACKWARD:
-            raise Unsupported(
-                f"{what} stages under schedule {strategy.schedule}, which splits each backward in two",
-                where=f"strategy {strategy}",
-                remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out {flags} in the strategy text",
-            )
+    if strategy.streams:
+        require_whole_backward(strategy, "streaming stages", "leave out w and g in the strategy text")
+    if strategy.offloads:
+        require_whole_backward(strategy, "offloading stages", "leave out o in the strategy text")
+
+
+def require_whole_backward(strategy: Strategy, what: str, otherwise: str) -> None:
+    """Raise Unsupported if a strategy's schedule splits each backward; `otherwise` is the other remedy."""
+    if strategy.schedule not in WHOLE_BACKWARD:
+        raise Unsupported(
+            f"{what} under schedule {strategy.schedule}, which splits each backward in two",
+            where=f"strategy {strategy}",
+            remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or {otherwise}",
+        )
 
 
 @lru_cache(maxsize=4)  # one placement for all ranks

@@ -103,7 +103,7 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
         (
             {"strategies": "<tp1,pp2> zb-h1", "backend": "inductor"},
             2,
-            "zb-h1 splits each backward in two, but Inductor",
+            "Inductor under schedule zb-h1, which splits each backward in two",
         ),
         (
             {"strategies": ["<tp2,pp1>", "2*<tp1,pp1>"], "deterministic": True},
