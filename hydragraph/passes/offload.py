@@ -27,7 +27,6 @@ def moves(size: int) -> bool:
 
 def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Copy an offloading stage's saved values to host memory and back, and free their device memory."""
-    del mode
     stage = placement.stage_of.get(program.rank)
     if stage is None or not stage.offload:
         return program
@@ -47,7 +46,9 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
                 )
                 before[made[value] + 2].insert(0, Instruction(Op.FREE, reads=(leaving,), after=(leaving,)))
                 before[number - 1].append(Instruction(Op.FETCH, *of, reads=(host,), writes=(back,)))
-                computing[number] = _reading(computation, value, back)
+                reads = tuple(back if read == value else read for read in computation.reads)
+                computation = replace(computation, reads=reads, after=(*computation.after, back))
+                computing[number] = computation
     placed: list[Instruction] = []
     number = 0
     for instruction in program.instructions:
@@ -58,8 +59,3 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
         else:
             placed.append(instruction)
     return replace(program, instructions=tuple(placed))
-
-
-def _reading(backward: Instruction, saved: Value, back: Value) -> Instruction:
-    reads = tuple(back if value == saved else value for value in backward.reads)
-    return replace(backward, reads=reads, after=(*backward.after, back))

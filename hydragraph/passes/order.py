@@ -9,7 +9,7 @@ from dataclasses import replace
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.schedules.schedule import Action, Work
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.value import (
     Value,
     activation,
@@ -33,21 +33,20 @@ def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram
     stage = placement.stage_of.get(program.rank)
     if stage is None:
         return program
-    instructions: list[Instruction] = []
-    for action in placement.actions(stage, mode):
-        role = stage.role_of(action.micro_batch, action.visit)
-        instructions += _of_action(placement.outline, stage, role, program.rank, action, mode)
+    instructions = list(_in_order_of_actions(placement, mode, program.rank))
     if {role.previous for role in stage.roles if role.previous} & {role.following for role in stage.roles}:
         instructions = _in_order_of_sends(placement, mode, program.rank, instructions)
     return replace(program, instructions=tuple(instructions))
 
 
-def _of_action(
-    outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, action: Action, mode: Mode
-) -> Iterator[Instruction]:
-    if action.work is Work.FORWARD:
-        return _forward(outline, stage, role, rank, action.micro_batch, mode)
-    return _backward(outline, stage, role, rank, action.micro_batch, action.work)
+def _in_order_of_actions(placement: Placement, mode: Mode, rank: int) -> Iterator[Instruction]:
+    stage = placement.stage_of[rank]
+    for action in placement.actions(stage, mode):
+        role = stage.role_of(action.micro_batch, action.visit)
+        if action.work is Work.FORWARD:
+            yield from _forward(placement.outline, stage, role, rank, action.micro_batch, mode)
+        else:
+            yield from _backward(placement.outline, stage, role, rank, action.micro_batch, action.work)
 
 
 def _in_order_of_sends(
@@ -73,12 +72,9 @@ def _in_order_of_sends(
 
 
 def _sent(placement: Placement, mode: Mode, sender: int, receiver: int) -> Iterator[Value]:
-    stage = placement.stage_of[sender]
-    for action in placement.actions(stage, mode):
-        role = stage.role_of(action.micro_batch, action.visit)
-        for instruction in _of_action(placement.outline, stage, role, sender, action, mode):
-            if instruction.op is Op.SEND and instruction.peer == receiver:
-                yield instruction.reads[0]
+    for instruction in _in_order_of_actions(placement, mode, sender):
+        if instruction.op is Op.SEND and instruction.peer == receiver:
+            yield instruction.reads[0]
 
 
 def _forward(

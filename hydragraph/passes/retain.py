@@ -16,7 +16,6 @@ from hydragraph.passes.place import Placement
 
 def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add a `free` after the last use of every value; gradients live until the commit."""
-    del placement, mode
     last_use: dict[Value, int] = {}
     for i, instruction in enumerate(program.instructions):
         last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), i))
