@@ -96,47 +96,33 @@ def bucket_of(exchange: str) -> str:
 _once = lru_cache(maxsize=1 << 16)
 
 
-@_once
-def activation(position: int, micro_batch: int) -> Value:
-    return Value(f"h{position}.{micro_batch}", ValueKind.ACTIVATION, position=position, micro_batch=micro_batch)
-
-
-@_once
-def activation_gradient(position: int, micro_batch: int) -> Value:
-    return Value(
-        f"d{position}.{micro_batch}", ValueKind.ACTIVATION_GRADIENT, position=position, micro_batch=micro_batch
-    )
+def _at_position(kind: ValueKind) -> Callable[[int, int], Value]:
+    return _once(lambda k, m: Value(f"{kind.value}{k}.{m}", kind, position=k, micro_batch=m))
 
 
 def _of_block(kind: ValueKind) -> Callable[[str, int], Value]:
     return _once(lambda block, m: Value(f"{kind.value}.{block}.{m}", kind, block=block, micro_batch=m))
 
 
+def _of_micro_batch(kind: ValueKind) -> Callable[[int], Value]:
+    return _once(lambda m: Value(f"{kind.value}.{m}", kind, micro_batch=m))
+
+
+def _of_exchange(kind: ValueKind) -> Callable[[str], Value]:
+    return _once(lambda exchange: Value(f"{kind.value}.{exchange}", kind, exchange=exchange))
+
+
+activation = _at_position(ValueKind.ACTIVATION)
+activation_gradient = _at_position(ValueKind.ACTIVATION_GRADIENT)
 saved = _of_block(ValueKind.SAVED)
 offloaded = _of_block(ValueKind.OFFLOADED)
 copying = _of_block(ValueKind.COPYING)
 fetched = _of_block(ValueKind.FETCHED)
 postponed = _of_block(ValueKind.POSTPONED)
-
-
-@_once
-def aux(micro_batch: int) -> Value:
-    return Value(f"a.{micro_batch}", ValueKind.AUX, micro_batch=micro_batch)
-
-
-@_once
-def loss(micro_batch: int) -> Value:
-    return Value(f"loss.{micro_batch}", ValueKind.LOSS, micro_batch=micro_batch)
-
-
-@_once
-def weights(exchange: str) -> Value:
-    return Value(f"W.{exchange}", ValueKind.WEIGHTS, exchange=exchange)
-
-
-@_once
-def gradients(exchange: str) -> Value:
-    return Value(f"G.{exchange}", ValueKind.GRADIENTS, exchange=exchange)
+aux = _of_micro_batch(ValueKind.AUX)
+loss = _of_micro_batch(ValueKind.LOSS)
+weights = _of_exchange(ValueKind.WEIGHTS)
+gradients = _of_exchange(ValueKind.GRADIENTS)
 
 
 @_once
