@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hydragraph.ir.instruction import Instruction
@@ -28,10 +29,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     Attributes:
         bodies: instructions of each kind; ranks of a kind have equal stages, layers, tp and micro-batches.
-        peers: for each rank, the ranks that its body calls 0, 1, ...
-
-    Raises:
-        ValueError: a rank's peers are not distinct, or their number differs from the body's.
+        peers: for each rank, the ranks that its body calls 0, 1, ..., all distinct.
     """
 
     headers: tuple[RankProgram, ...]
@@ -39,19 +37,9 @@ class SharedPrograms(Sequence[RankProgram]):
     kinds: tuple[int, ...]
     peers: tuple[Peers, ...]
 
-    def __post_init__(self) -> None:
-        places = [_naming(body) for body in self.bodies]
-        counts = [
-            1 + max((p for i in at for p in _peers(body[i])), default=-1)
-            for body, at in zip(self.bodies, places, strict=True)
-        ]
-        for header, kind, peers in zip(self.headers, self.kinds, self.peers, strict=True):
-            if len(set(peers)) != len(peers) or len(peers) != counts[kind]:
-                raise ValueError(
-                    f"rank {header.rank}: the peers are {list(peers)}: give {counts[kind]} different peers, one "
-                    "for each peer in the program of its kind"
-                )
-        object.__setattr__(self, "_places", places)
+    @cached_property
+    def _places(self) -> list[list[int]]:
+        return [_naming(body) for body in self.bodies]
 
     def __len__(self) -> int:
         return len(self.headers)
@@ -60,11 +48,8 @@ class SharedPrograms(Sequence[RankProgram]):
         if isinstance(rank, slice):
             return tuple(self[index] for index in range(*rank.indices(len(self))))
         kind = self.kinds[rank]
-        places: list[list[int]] = self._places  # type: ignore[attr-defined]
-        return replace(self.headers[rank], instructions=_with_peers(self.bodies[kind], places[kind], self.peers[rank]))
-
-    def __iter__(self) -> Iterator[RankProgram]:
-        return (self[rank] for rank in range(len(self)))
+        body = _with_peers(self.bodies[kind], self._places[kind], self.peers[rank])
+        return replace(self.headers[rank], instructions=body)
 
     def of_kind(self, kind: int) -> tuple[int, ...]:
         return tuple(rank for rank, other in enumerate(self.kinds) if other == kind)
@@ -91,16 +76,14 @@ class SharedPrograms(Sequence[RankProgram]):
         peers: list[Peers] = []
         for header, body, named in found:
             place = _place(header)
-            quick = (place, id(body))
-            if quick not in kind_of:
+            kind = kind_of.get((place, id(body)))
+            if kind is None:
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
                 # Ids of bodies that are not kept alive may be reused.
                 if bodies[kind] is body:
-                    kind_of[quick] = kind
-            else:
-                kind = kind_of[quick]
+                    kind_of[place, id(body)] = kind
             headers.append(header)
             kinds.append(kind)
             peers.append(named)

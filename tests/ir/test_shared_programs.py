@@ -50,13 +50,6 @@ def test_who_sends_to_two_ranks_runs_another_program_than_who_sends_to_one() -> 
     assert programs.kinds == (0, 1, 2, 2, 3, 4)
 
 
-@pytest.mark.parametrize(("peers", "listed"), [((2, 2), r"\[2, 2\]"), ((), r"\[\]"), ((1, 2, 3), r"\[1, 2, 3\]")])
-def test_peers_that_do_not_fit_are_refused(peers: tuple[int, ...], listed: str) -> None:
-    programs = shared_programs(model(2), Strategy.parse("<[0,1]x1,[2,3,4]x1>", 2), [2], ranks=5)
-    with pytest.raises(ValueError, match=f"rank 0: the peers are {listed}: give 2 different peers, one for each"):
-        dataclasses.replace(programs, peers=(peers, *programs.peers[1:]))
-
-
 def test_one_broken_rank_is_a_kind_of_its_own() -> None:
     whole = rank_programs(model(2), Strategy.parse("2*<tp2,pp1>", 2), [1, 1], ranks=4)
     broken = (*whole[:3], dataclasses.replace(whole[3], instructions=whole[3].instructions[:-1]))
