@@ -53,21 +53,13 @@ class ShardRule:
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
         """Return the range [a, b) of a segment's units that rank `index` of `tp` stores."""
         n = self.segments[segment]
+        if self.heads and not shares_heads(n, tp):
+            what = f"{n} key/value heads cannot be shared evenly by" if n < tp else f"{n} heads are not divisible by"
+            remedy = "use a degree that divides the head count" + " or is a multiple of it" * (n < tp)
+            raise Unsupported(f"{what} tensor-parallel degree {tp}", where=f"tp {tp}", remedy=remedy)
         # tp / n consecutive ranks share a head.
         if self.heads and n < tp:
-            if not shares_heads(n, tp):
-                raise Unsupported(
-                    f"{n} key/value heads cannot be shared evenly by tensor-parallel degree {tp}",
-                    where=f"tp {tp}",
-                    remedy="use a degree that divides the head count or is a multiple of it",
-                )
             return index * n // tp, index * n // tp + 1
-        if self.heads and not shares_heads(n, tp):
-            raise Unsupported(
-                f"{n} heads are not divisible by tensor-parallel degree {tp}",
-                where=f"tp {tp}",
-                remedy="use a degree that divides the head count",
-            )
         return index * n // tp, (index + 1) * n // tp
 
     def allows(self, tp: int) -> bool:
@@ -128,15 +120,17 @@ class Parameter:
         start = 0
         row = self._row
         for segment, n in enumerate(self.rule.segments):
-            a, b = self._units(self.rule, segment, tp, index)
+            a, b = self.units(segment, tp, index)
             step = self.rule.unit * row
             intervals.append((start + a * step, start + b * step))
             start += n * step
         return tuple(intervals)
 
-    def _units(self, rule: ShardRule, segment: int, tp: int, index: int) -> tuple[int, int]:
+    def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
+        """Return the range [a, b) of a segment's units that rank `index` of `tp` stores; raises like `intervals`."""
+        assert self.rule is not None
         try:
-            return rule.units(segment, tp, index)
+            return self.rule.units(segment, tp, index)
         except Unsupported as error:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 

@@ -36,7 +36,7 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
 from hydragraph.passes import collective_operators as _collectives  # noqa: F401  registers hydragraph::tp_*
-from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.clean import copy_of, remove_dead_code
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.fuse_head import Head, find_head
 from hydragraph.passes.graph_node import (
@@ -125,15 +125,10 @@ def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[C
 
 
 def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
-    result = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
-        if node.op == "output":
-            result.output(fx.node.map_arg(operands(node)[0], lambda n: copied[n]))
-        elif node.target is communicate:
-            copied[node] = copied[operands(node)[0]]
-        else:
-            copied[node] = result.node_copy(node, lambda n: copied[n])
+    result = copy_of(graph)
+    for node in result.find_nodes(op="call_function", target=communicate):
+        node.replace_all_uses_with(operands(node)[0])
+        result.erase_node(node)
     return graph_module(graph, result)
 
 
@@ -403,17 +398,13 @@ class _Rewrite:
         if cut.pieces:
             return sum(map(self.local_size, cut.pieces))
         parameter = self.parameters[_weight(cut.lead)]
-        rule = parameter.rule
+        assert parameter.rule is not None
         at = 0
         elements = 0
-        assert rule is not None
         # The analysis ensures that a cut ends where a segment starts.
-        for segment, units in enumerate(rule.segments):
+        for segment, units in enumerate(parameter.rule.segments):
             if cut.start <= at < cut.start + cut.length:
-                try:
-                    a, b = rule.units(segment, self.part.tp, self.part.index)
-                except Unsupported as error:
-                    raise Unsupported(error.what, where=parameter.name, remedy=error.remedy) from None
-                elements += (b - a) * rule.unit
-            at += units * rule.unit
+                a, b = parameter.units(segment, self.part.tp, self.part.index)
+                elements += (b - a) * parameter.rule.unit
+            at += units * parameter.rule.unit
         return int(elements / cut.scale)
