@@ -8,22 +8,17 @@ Fusing the addition saves two thirds of dW's memory traffic. `beta` is 0 for the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.differentiate import Variant
 from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Product:
-    node: fx.Node
-    transposed: bool
 
 
 def accumulate(variant: Variant) -> Variant:
@@ -41,20 +36,21 @@ def accumulate(variant: Variant) -> Variant:
     }
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for i, (name, product) in enumerate(products.items()):
-        last = _add(graph, last, i, gradients[name], product)
+        last = _add(graph, last, i, gradients[name], *product)
     kept = {name: node for name, node in gradients.items() if name not in products}
-    next(n for n in graph.nodes if n.op == "output").args = (tuple(kept.values()),)
-    _drop_unread(graph)
+    graph.output_node().args = (tuple(kept.values()),)
+    remove_dead_code(graph)
     return replace(
         variant, backward=graph_module(variant.backward, graph), gradients=tuple(kept), added=tuple(products)
     )
 
 
-def _product(node: fx.Node) -> _Product | None:
+def _product(node: fx.Node) -> tuple[fx.Node, bool] | None:
+    """Return the product that computes a gradient, and whether the gradient is its transpose."""
     transposed = False
     while len(node.users) == 1:
         if node.target is aten.mm.default:
-            return _Product(node, transposed)
+            return node, transposed
         if node.target is not aten.t.default:
             return None
         (node,) = node.all_input_nodes
@@ -62,20 +58,13 @@ def _product(node: fx.Node) -> _Product | None:
     return None
 
 
-def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product: _Product) -> fx.Node:
+def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product: fx.Node, transposed: bool) -> fx.Node:
     with graph.inserting_after(last):
         total = graph.placeholder(f"total_{number}")
     total.meta = dict(gradient.meta)
     with graph.inserting_after(total):
         beta = graph.placeholder(f"beta_{number}")
-    with graph.inserting_before(product.node):
-        into = graph.call_method("t", (total,)) if product.transposed else total
-        graph.call_method("addmm_", (into, *product.node.args), {"beta": beta})
+    with graph.inserting_before(product):
+        into = graph.call_method("t", (total,)) if transposed else total
+        graph.call_method("addmm_", (into, *product.args), {"beta": beta})
     return beta
-
-
-def _drop_unread(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and node.target != "addmm_" and not node.users:
-            graph.erase_node(node)
-    graph.lint()

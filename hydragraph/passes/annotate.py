@@ -67,7 +67,6 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
             if node.target is not aten.cross_entropy_loss.default:
                 copied[node] = _insert(result, copied[node], "exit")
     remove_dead_code(result)
-    result.lint()
     return graph_module(graph, result)
 
 

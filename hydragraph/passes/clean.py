@@ -26,7 +26,7 @@ NO_OPS = frozenset(
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
-IMPURE = frozenset({"output", "placeholder"})
+IMPURE = frozenset({"output", "placeholder", "addmm_"})  # operations and methods that are kept without a reader
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -87,9 +87,9 @@ def copy_of(module: fx.GraphModule) -> fx.Graph:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Remove unused nodes, except placeholders, from a functional graph."""
+    """Remove unused nodes, except placeholders and `addmm_`."""
     for node in reversed(list(graph.nodes)):
-        if node.op not in IMPURE and not node.users:
+        if not node.users and IMPURE.isdisjoint((node.op, node.target)):
             graph.erase_node(node)
     graph.lint()
 
