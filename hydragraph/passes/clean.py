@@ -9,19 +9,14 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import placeholders_of, value_of
-from hydragraph.passes.graph_node import operands
+from hydragraph.passes.graph_node import CASTS, operands
 from hydragraph.private.module_internals import graph_module
 
 aten = torch.ops.aten
 
 GRAD_MODE = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
-NO_OPS = frozenset(
-    {
-        *(aten.alias.default, aten.dropout.default, aten.contiguous.default, aten._to_copy.default),
-        *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
-    }
-)
+NO_OPS = CASTS | {aten.alias.default, aten.dropout.default, aten.contiguous.default}
 # Assertions hold for the example's sizes; `prove_sizes` covers all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}

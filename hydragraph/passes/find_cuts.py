@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -65,7 +65,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
     while True:
         before = _known(origins)
         try:
-            cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
+            cuts = _Walk(parameters, tokens, excluded, banned, Cuts(origins=origins)).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
             # Keep graph order: all ranks must report the same problem.
@@ -126,20 +126,13 @@ def _unfinished(cuts: Cuts) -> set[fx.Node]:
     }
 
 
+@dataclass
 class _Walk:
-    def __init__(
-        self,
-        parameters: set[fx.Node],
-        tokens: fx.Node | None,
-        excluded: set[str],
-        banned: set[fx.Node],
-        origins: dict[fx.Node, Origin],
-    ) -> None:
-        self.parameters = parameters
-        self.tokens = tokens
-        self.excluded = excluded
-        self.banned = banned
-        self.cuts = Cuts(origins=origins)
+    parameters: set[fx.Node]
+    tokens: fx.Node | None
+    excluded: set[str]
+    banned: set[fx.Node]
+    cuts: Cuts
 
     def run(self, graph: fx.Graph) -> Cuts:
         for node in graph.nodes:
@@ -241,14 +234,7 @@ class _Walk:
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
-        if (
-            cut is not None
-            and cut.dim == last
-            and not cut.outer
-            and not cut.pieces
-            and known_bias
-            and self._may_cut(weight, node)
-        ):
+        if cut is not None and cut.dim == last and cut.plain and known_bias and self._may_cut(weight, node):
             self.cuts.rows[node] = cut
             return None
         by_expert = node.target is aten.bmm.default and cut is not None and cut.dim == 0

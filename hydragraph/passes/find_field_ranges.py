@@ -14,22 +14,15 @@ from torch import fx
 from hydragraph.ir.graph_data import form_of, placeholders_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.graph_node import operands
+from hydragraph.passes.graph_node import CASTS, COPIES, operands
 from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.spec.field_ranges import FieldRange
 from hydragraph.spec.workload import IGNORED
 
 aten = torch.ops.aten
 
-_SAME = frozenset(
-    {
-        *VIEWS,
-        *MOVES,
-        *(aten.squeeze.default, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.t.default),
-        *(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.to.dtype),
-        *(aten.to.device, aten.to.dtype_layout, aten._to_copy.default, communicate),
-    }
-)
+_PARTS = frozenset({aten.squeeze.default, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.t.default})
+_SAME = VIEWS | MOVES | CASTS | COPIES | _PARTS | {communicate}
 _SUMS: Mapping[Any, int] = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
 _LOSSES = frozenset(
     {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss_forward.default}
@@ -114,7 +107,7 @@ def _limits(
     elif node.target is aten.index.Tensor:
         for dim, index in enumerate(arguments[1]):
             yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
-    elif node.target in _LOSSES and arguments[1] in fields and _are_classes(arguments[1]):
+    elif node.target in _LOSSES and arguments[1] in fields:
         name, added = fields[arguments[1]]
         sizes = _sizes(arguments[0])
         classes = sizes[1] if len(sizes) > 1 else sizes[0]
@@ -139,11 +132,6 @@ def _rows(
         name, added = fields[index]
         low = -rows if backwards else 0
         yield FieldRange(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
-
-
-def _are_classes(targets: fx.Node) -> bool:
-    form = form_of(targets)
-    return form is not None and form.integral
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:

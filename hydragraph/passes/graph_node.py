@@ -26,6 +26,8 @@ causal_convolution = torch.ops.hydragraph.causal_convolution.default
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
 # Matched by name: not all releases of transformers register their operator.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
+CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default})
+COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.detach.default})
 DRAWN = frozenset({dropout, attention_dropout})
 
 

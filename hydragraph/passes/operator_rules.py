@@ -17,6 +17,8 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import (
     ATTENDING,
+    CASTS,
+    COPIES,
     attention_dropout,
     causal_convolution,
     delta_rule,
@@ -39,6 +41,9 @@ MOVES = frozenset(
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
 
+REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default})
+SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
+
 Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
@@ -52,9 +57,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
             # Corresponding units, such as those of gate and up in an MLP, must be on the same rank.
-            if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length) or not _alike(cut.outer, out.outer):
-                return None
-            if cut.pieces or out.pieces:
+            if _size(cut) != _size(out) or cut.pieces or out.pieces:
                 return None
             joined = cuts.join([cut, out])
             if joined is None:
@@ -79,6 +82,10 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             lead.head = head
     cuts.refine(out, cuts.unit(out))
     return out
+
+
+def _size(cut: Cut) -> tuple[object, ...]:
+    return cut.dim, cut.scale, cut.length, list(map(str, cut.outer))  # symbolic sizes are compared by name
 
 
 def _reduction(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -144,7 +151,7 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
             cuts.cut[part] = first_cut
     part_cuts = [cuts.of(p) for p in parts]
     dim = join_dim(node)
-    pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and not cut.outer and not cut.pieces]
+    pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and cut.plain]
     if len(pieces) == len(parts):
         return replace(pieces[0], origins=_origins(pieces), pieces=tuple(pieces))
     common = _common(cuts, parts, lambda cut: (cut.dim, cut.scale, cut.length, bool(cut.pieces)))
@@ -239,10 +246,6 @@ def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]
         yield range(first_i, i), range(first_j, j)
 
 
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
 def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
@@ -304,7 +307,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     size = int(shape(x)[cut.dim])
     ends = (start or 0, size if stop is None else stop)
     a, b = [min(max(p + size if p < 0 else p, 0), size) for p in ends]
-    if not isinstance(cut.scale, int) or cut.outer or cut.pieces:
+    if not isinstance(cut.scale, int) or not cut.plain:
         return None
     if step != 1:
         # `step` values alternate, such as gate and up, so each group of `step` elements must stay on one rank.
@@ -327,7 +330,7 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
-    head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
+    head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and c.plain]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
     # Ranks may share key heads, so shard rules must know that units are heads.
@@ -385,11 +388,6 @@ def _padded(node: fx.Node, ndim: int) -> set[int]:
     return {ndim - 1 - i // 2 for i, amount in enumerate(operands(node)[1]) if amount}
 
 
-def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    del cuts, node
-    return None
-
-
 # Pointwise operators without PyTorch's tag `pointwise`.
 _UNTAGGED = aten_operators("""
     where.Scalar where.ScalarSelf where.ScalarOther rsub.Tensor masked_fill.Tensor log_sigmoid hardswish prelu isclose
@@ -399,17 +397,9 @@ _UNTAGGED = aten_operators("""
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_UNTAGGED, pointwise),
-    aten._to_copy.default: pointwise,
-    aten.to.dtype: pointwise,
-    aten.to.dtype_layout: pointwise,
-    aten.to.device: pointwise,
-    aten.clone.default: pointwise,
-    aten.contiguous.default: pointwise,
-    aten.detach.default: pointwise,
-    aten.mean.dim: _reduction,
-    aten.sum.dim_IntList: _reduction,
-    aten.amax.default: _reduction,
-    **dict.fromkeys((aten.softmax.int, aten._softmax.default), _needing(lambda n, ndim: {operands(n)[1] % ndim})),
+    **dict.fromkeys(CASTS | COPIES, pointwise),
+    **dict.fromkeys(REDUCTIONS, _reduction),
+    **dict.fromkeys(SOFTMAX, _needing(lambda n, ndim: {operands(n)[1] % ndim})),
     **dict.fromkeys(NORMS, _needing(lambda n, ndim: range(ndim - len(operands(n)[1]), ndim))),
     **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), _needing(lambda _, ndim: {ndim - 1})),
     **dict.fromkeys((aten.constant_pad_nd.default, aten.pad.default), _needing(_padded)),
@@ -417,7 +407,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((*MOVES, aten.select.int), _move),
     aten.cat.default: _cat,
     aten.stack.default: _stack,
-    **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argmax.default, aten.max.dim), _choice),
+    **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argmax.default, aten.max.dim), lambda *_: None),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),
     aten.slice.Tensor: _slice,

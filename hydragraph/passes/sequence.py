@@ -15,14 +15,22 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.graph_node import dropout, operands, product, shape
-from hydragraph.passes.operator_rules import MOVES, NORMS, SPLITS, VIEWS, carried, is_pointwise, join_dim, split_dim
+from hydragraph.passes.operator_rules import (
+    MOVES,
+    NORMS,
+    REDUCTIONS,
+    SOFTMAX,
+    SPLITS,
+    VIEWS,
+    carried,
+    is_pointwise,
+    join_dim,
+    split_dim,
+)
 from hydragraph.passes.tensor_cut import Cuts
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
-
-_REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default})
-_SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
 
 def token_symbol(graph: fx.Graph) -> str | None:
@@ -80,7 +88,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return product(node)[0] is first and parts[first] < len(shape(first)) - 1  # type: ignore[index]
     if target in NORMS:
         return parts[first] < len(shape(first)) - len(operands(node)[1])
-    if target in _SOFTMAX:
+    if target in SOFTMAX:
         return int(operands(node)[1]) % len(shape(first)) != parts[first]
     if target in VIEWS:
         return carried(shape(first), shape(node), parts[first]) == dim
@@ -88,7 +96,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return split_dim(node) != parts[first]
     if target is aten.slice.Tensor:
         return join_dim(node) != parts[first]
-    return target in MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
+    return target in MOVES or target in REDUCTIONS or getattr(target, "__name__", "") == "getitem"
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:

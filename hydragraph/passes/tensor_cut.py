@@ -51,6 +51,11 @@ class Cut:
     parts: frozenset[tuple[fx.Node, int]] = frozenset()
 
     @property
+    def plain(self) -> bool:
+        """Whether the value is neither a view that merges dimensions nor a concatenation along the dimension."""
+        return not self.outer and not self.pieces
+
+    @property
     def entries(self) -> int:
         """Global size of the sharded dimension."""
         return sum(piece.entries for piece in self.pieces) if self.pieces else int(self.length / self.scale)
