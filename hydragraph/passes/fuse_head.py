@@ -21,6 +21,7 @@ import hydragraph.kernels.linear_cross_entropy
 import hydragraph.kernels.linear_token_losses  # noqa: F401  registers operators
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.clean import copy_of
+from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.vocabulary import MEAN, NONE, SUM
 from hydragraph.private.module_internals import graph_module
 
@@ -67,35 +68,17 @@ def find_head(loss: fx.Node) -> Head | None:
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
-    logits, labels, *rest = loss.args
+    logits, labels, *rest = operands(loss)
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
-    if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM) or not _is_vector(labels):
+    if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM) or len(shape(labels)) != 1:
         return None
-    product = _node(logits)
+    product = logits
     while product.target in _BETWEEN and len(product.users) == 1:
-        product = _node(product.args[0])
-    if product.target is not aten.linear.default or len(product.users) != 1 or any(product.args[2:]):
+        product = operands(product)[0]
+    if product.target is not aten.linear.default or len(product.users) != 1 or any(operands(product)[2:]):
         return None
-    hidden = _node(product.args[0])
-    matrix = _node(product.args[1])
-    if value_of(_node(logits)).shape[-1] != value_of(matrix).shape[0]:
+    hidden, matrix = operands(product)[:2]
+    fp32 = torch.promote_types(value_of(hidden).dtype, torch.float32)
+    if shape(logits)[-1] != shape(matrix)[0] or value_of(loss).dtype != fp32:
         return None
-    assert isinstance(ignored, int)
-    assert isinstance(reduction, int)
-    assert isinstance(smoothing, float)
-    head = Head(hidden, matrix, _node(labels), ignored, reduction, smoothing, loss)
-    return head if _in_fp32(loss, hidden) else None
-
-
-def _is_vector(labels: object) -> bool:
-    return len(value_of(_node(labels)).shape) == 1
-
-
-def _node(value: object) -> fx.Node:
-    assert isinstance(value, fx.Node)
-    return value
-
-
-def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
-    dtype = value_of(loss).dtype
-    return bool(dtype == torch.promote_types(value_of(hidden).dtype, torch.float32))
+    return Head(hidden, matrix, labels, ignored, reduction, smoothing, loss)
