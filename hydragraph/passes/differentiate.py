@@ -28,7 +28,7 @@ from hydragraph.passes.joint import joint_of
 from hydragraph.passes.memory_budget import within_budget
 from hydragraph.passes.shard import ShardedTemplate
 from hydragraph.passes.variant_spec import VariantSpec
-from hydragraph.private.operator_schemas import arguments_of, is_operator
+from hydragraph.private.operator_schemas import arguments_of
 from hydragraph.private.tracing import (
     code_when_called,
     one_pass,
@@ -151,11 +151,6 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
     remove_dead_code(graph.graph)
 
 
-def _given(collective: fx.Node) -> list[Any]:
-    assert is_operator(collective.target)
-    return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
-
-
 def _bind(module: fx.GraphModule) -> bool:
     graph = module.graph
     # An "enter" is a no-op in the forward; its backward is a separate sum.
@@ -167,8 +162,9 @@ def _bind(module: fx.GraphModule) -> bool:
         with graph.inserting_after(placeholders_of(module)[-1]):
             group = graph.placeholder(COLLECTIVES)
         for node in collectives:
+            given = [argument.value for argument in arguments_of(node) if argument.name != "ranks"]
             with graph.inserting_before(node):
-                called = graph.call_method(METHODS[node.target], (group, *_given(node)))
+                called = graph.call_method(METHODS[node.target], (group, *given))
             called.meta = dict(node.meta)
             node.replace_all_uses_with(called)
             graph.erase_node(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,7 +31,7 @@ class GraphPass:
 
     name: str
     when: str
-    run: Callable[[VariantSpec, Graphs], Graphs]
+    run: Callable[[VariantSpec, Any], Graphs]
 
     @property
     def meaning(self) -> str:
@@ -46,45 +47,38 @@ class PassResult:
     seconds: float
 
 
-def _shard(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _shard(spec: VariantSpec, graphs: Any) -> Graphs:
     """Shard parameters and sizes for this rank, and replace annotations by collectives."""
-    assert isinstance(graphs, Template)
     return shard(graphs, spec.parameters, spec.part, spec.fused_head)
 
 
-def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _fuse_head(spec: VariantSpec, graphs: Any) -> Graphs:
     """Fuse the head's product and the loss into one operator that never materializes all logits."""
-    assert isinstance(graphs, ShardedTemplate)
     return replace(graphs, graph=fuse_head(graphs.graph))
 
 
-def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _differentiate(spec: VariantSpec, graphs: Any) -> Graphs:
     """Trace forward and backward together, select the values to save, and split the trace into two graphs."""
-    assert isinstance(graphs, ShardedTemplate)
     return differentiate(spec, graphs)
 
 
-def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _accumulate(spec: VariantSpec, graphs: Any) -> Graphs:
     """Add each weight gradient to the running sum inside the matrix product that computes it."""
-    assert isinstance(graphs, Variant)
     return accumulate(graphs)
 
 
-def _sums_in_pieces(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _sums_in_pieces(spec: VariantSpec, graphs: Any) -> Graphs:
     """Split products into pieces along the tokens, and all-reduce each piece while the next one is computed."""
-    assert isinstance(graphs, Variant)
     return sums_in_pieces(graphs)
 
 
-def _overlap_collectives(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _overlap_collectives(spec: VariantSpec, graphs: Any) -> Graphs:
     """Start collectives early and wait for them late, so that they overlap with weight gradients."""
-    assert isinstance(graphs, Variant)
     return overlap_collectives(graphs)
 
 
-def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
+def _compile(spec: VariantSpec, graphs: Any) -> Graphs:
     """Compile the graph with Inductor, except for collectives and operators that must run PyTorch's kernels."""
-    assert isinstance(graphs, Variant)
     strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
     return compile_variant(graphs, strides, spec.device, where=spec.where)
 

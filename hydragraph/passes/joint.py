@@ -72,7 +72,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
         wide = _wide_trace(template, template.content, local, part, spec.dtype, spec.learning, spec.fused_head)
         if wide is not None:
             try:
-                joint, values = _at(wide, sharded, spec.part.tp)
+                joint, values = _at(*wide, sharded, spec.part.tp)
                 prove_sizes(joint, proven)
                 return joint, values, outputs
             except (_NotProvenError, Unsupported) as error:
@@ -115,12 +115,6 @@ def _decoded(data: Mapping[str, Any]) -> tuple[fx.GraphModule, list[torch.Tensor
     return joint, [value_of(node) for node in placeholders_of(joint)]
 
 
-@dataclass(frozen=True)
-class _WideTrace:
-    forward: Mapping[str, Any]
-    joint: Mapping[str, Any]
-
-
 @functools.lru_cache(maxsize=_KEPT)
 def _wide_trace(
     template: Template,
@@ -130,7 +124,8 @@ def _wide_trace(
     dtype: torch.dtype,
     learning: frozenset[str],
     fused_head: bool,
-) -> _WideTrace | None:
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the forward and the joint graph for all degrees as data, or None."""
     wide = {name: _widened(parameter) for name, parameter in parameters}
     spec = VariantSpec(template, wide, part, dtype, learning, fused_head=fused_head)
     try:
@@ -138,7 +133,7 @@ def _wide_trace(
         joint, values = _traced(spec, sharded)
         if assumptions(values):  # encoded graphs do not include assumptions
             return None
-        return _WideTrace(encode(sharded.graph), encode(joint))
+        return encode(sharded.graph), encode(joint)
     except Exception as error:
         # Wide sizes exceed any machine's memory, so any error may occur.
         _LOG.debug("template %s has no trace that is valid for all degrees: %s", template.name, error)
@@ -152,14 +147,16 @@ def _widened(parameter: Parameter) -> Parameter:
     return replace(parameter, rule=_WideRule(rule.dim, rule.segments, rule.unit, rule.heads))
 
 
-def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def _at(
+    forward: Mapping[str, Any], joint: Mapping[str, Any], sharded: ShardedTemplate, tp: int
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     # Shards may be uneven, so the converted forward must equal the degree's own forward, with equal inputs.
     own = encode(sharded.graph)["graphs"][0]
-    for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
+    for narrowed, node in zip(_narrowed(forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
             raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the common trace")
-    nodes = list(_narrowed(wide.joint["graphs"][0], tp))
-    hints = [_share(hint, tp) for hint in wide.joint["hints"]]
+    nodes = list(_narrowed(joint["graphs"][0], tp))
+    hints = [_share(hint, tp) for hint in joint["hints"]]
     return _decoded({"graphs": [nodes], "hints": hints})
 
 

@@ -34,7 +34,8 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
         for node in nodes:
             for read in node.all_input_nodes:
                 if read in started:
-                    copies[read] = _result(graph, read, started.pop(read))
+                    copies[read] = graph.call_method(RESULT, (started.pop(read),))
+                    copies[read].meta = dict(read.meta)
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
     since: list[fx.Node] = []
@@ -68,9 +69,3 @@ def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
         "storages": [number for node in both for number, _ in storages_of(node)],
     }
     return call
-
-
-def _result(graph: fx.Graph, collective: fx.Node, start: fx.Node) -> fx.Node:
-    result = graph.call_method(RESULT, (start,))
-    result.meta = dict(collective.meta)
-    return result

@@ -104,10 +104,6 @@ def _multiple(number: float, of: int) -> bool:
     return times > 0.5 and math.isclose(times, round(times), rel_tol=1e-12)
 
 
-def _needs_values(n: fx.Node) -> bool:
-    return has_tag(n.target, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
 def _on_meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
@@ -130,7 +126,8 @@ class _Elsewhere(fx.Interpreter):
         return super().call_function(target, tuple(map(_on_meta, args)), {k: _on_meta(v) for k, v in kwargs.items()})
 
     def run_node(self, n: fx.Node) -> Any:
-        if _needs_values(n) or not self._unknown.isdisjoint(n.all_input_nodes):
+        needs_values = has_tag(n.target, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        if needs_values or not self._unknown.isdisjoint(n.all_input_nodes):
             # Sizes that depend on tensors' values are unknown on the meta device.
             self._unknown.add(n)
             return self._empty(value_of(n))

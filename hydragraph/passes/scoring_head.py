@@ -5,7 +5,7 @@ Positions without a target get 0. `runtime.sequence_sums` adds up each sequence'
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -72,23 +72,20 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
             graph.erase_node(copied[node])
     graph.lint()
     module = graph_module(template.graph, graph)
-    parameters, buffers, inputs = (
-        tuple(name for name in group if name not in unread)
-        for group in (template.parameters, template.buffers, template.inputs)
-    )
+
+    def kept(values: tuple[V, ...], names: Sequence[str]) -> tuple[V, ...]:
+        return tuple(value for value, name in zip(values, names, strict=True) if name not in unread)
+
+    groups = (template.parameters, template.buffers, template.inputs)
     others = [name for name in template.inputs if name.startswith("other.")]
     read = replace(
         block,
         template=graph_digest(module),
-        parameters=_read(block.parameters, template.parameters, unread),
-        buffers=_read(block.buffers, template.buffers, unread),
-        aux=_read(block.aux, others, unread),
+        parameters=kept(block.parameters, template.parameters),
+        buffers=kept(block.buffers, template.buffers),
+        aux=kept(block.aux, others),
     )
-    return read, Template(read.template, module, parameters, buffers, inputs)
-
-
-def _read(values: tuple[V, ...], names: Sequence[str], unread: Container[str]) -> tuple[V, ...]:
-    return tuple(value for value, name in zip(values, names, strict=True) if name not in unread)
+    return read, Template(read.template, module, *(kept(names, names) for names in groups))
 
 
 def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:

@@ -143,10 +143,7 @@ class Variants:
     def on(self, device: torch.device) -> Variants:
         """Return the same eager variants for another device; both share the cached graphs."""
         assert self.portable, "compiled code runs only on the device that it was compiled for"
-        other = copy.copy(self)
-        other._device = device
-        other._scoring = {}
-        return other
+        return self._changed(_device=device)
 
     def scoring(self, entropy: bool = False) -> Variants:
         """Return variants that compute log-probabilities; all blocks except the last share this object's variants."""
@@ -159,9 +156,11 @@ class Variants:
 
     def of(self, program: Program) -> Variants:
         """Return the variants of another program of the same model, sharing equal blocks."""
+        return self._changed(program=program)
+
+    def _changed(self, **attributes: object) -> Variants:
         other = copy.copy(self)
-        other.program = program
-        other._scoring = {}
+        vars(other).update(attributes, _scoring={})
         return other
 
     def adopt(self, others: Variants) -> None:

@@ -27,17 +27,15 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
         start: first row of this rank's shard (0-d int64).
     """
     weight, ids, *rest = args
+    call = graph.call_function
     # For tokens of other ranks, look up row 0 and multiply it by 0.
-    local = graph.call_function(aten.sub.Tensor, (ids, start))
+    local = call(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
-    embedded = graph.call_function(
-        aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here)))
-    )
+    embedded = call(aten.embedding.default, (weight, call(aten.mul.Tensor, (local, here))))
     if rest and rest[0] >= 0:
-        learns = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, rest[0])), -1))
-        still = graph.call_function(aten.detach.default, (embedded,))
-        embedded = graph.call_function(aten.where.self, (learns, embedded, still))
-    return graph.call_function(aten.mul.Tensor, (embedded, graph.call_function(aten.unsqueeze.default, (here, -1))))
+        learns = call(aten.unsqueeze.default, (call(aten.ne.Scalar, (ids, rest[0])), -1))
+        embedded = call(aten.where.self, (learns, embedded, call(aten.detach.default, (embedded,))))
+    return call(aten.mul.Tensor, (embedded, call(aten.unsqueeze.default, (here, -1))))
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int, classes: int) -> fx.Node:
