@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.place import place
+from hydragraph.passes.place import Placement, place
 from hydragraph.passes.shard import gradient_kinds
+from hydragraph.passes.variants import local_parameters
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -35,13 +36,21 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
     result = []
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
-        parts = [placement.stage_of[members[0]].part_of(members[0]) for members in stages]
-        kinds = [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
+        kinds = stage_kinds(program, bucket, placement, stages, kinds_of)
         key = (bucket.form, stages, tuple(tuple(kinds_by_name.values()) for kinds_by_name in kinds))
         if key not in used_layouts:
             used_layouts[key] = propagation(bucket, stages, kinds)
         result.append(BucketLayouts(bucket, homes[bucket.name], used_layouts[key]))
     return result
+
+
+def stage_kinds(
+    program: Program, bucket: Bucket, placement: Placement, stages: Sequence[tuple[int, ...]], kinds_of: KindsOf
+) -> list[dict[str, GradientKind]]:
+    """Return `bucket_kinds` for each stage, given its ranks."""
+    # The first rank represents its stage.
+    parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
+    return [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
 
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
@@ -75,8 +84,7 @@ def kinds_once(program: Program) -> KindsOf:
         key = (block.template, part.tp, part.sequence_parallel)
         if key not in kinds_by_template:
             template = program.templates[block.template]
-            parameters = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
-            kinds_by_template[key] = gradient_kinds(template, parameters, part)
+            kinds_by_template[key] = gradient_kinds(template, local_parameters(program, block, template), part)
         return kinds_by_template[key]
 
     return kinds_of

@@ -26,7 +26,7 @@ from hydragraph.passes.recently_used import LRU
 from hydragraph.passes.split_backward import BackwardPart, split_backward
 from hydragraph.passes.stream import Turn, turns
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
-from hydragraph.passes.weight_layouts import bucket_kinds
+from hydragraph.passes.weight_layouts import stage_kinds
 from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, push_exchange
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
@@ -177,9 +177,7 @@ class Preparer:
     def _link(self, turn: Turn, placement: Placement) -> tuple[Exchange, Exchange | None]:
         bucket = self._buckets_by_name[turn.bucket]
         stages = turn.stages
-        # The first rank represents its stage.
-        parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
-        kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
+        kinds = stage_kinds(self._program, bucket, placement, stages, self._variants.kinds)
         source = self._homes[bucket.name]
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
