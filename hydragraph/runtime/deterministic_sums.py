@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.exact_sums import MOST
-from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy import Stage, Strategy
 
 _WHERE = "deterministic"
 
@@ -74,34 +74,35 @@ class Deterministic:
                 cut = stage.tp, stage.sequence_parallel and stage.tp > 1
                 if self.degree is None:
                     self.degree, self.sequence_parallel = cut
-                if cut != (self.degree, self.sequence_parallel):
-                    raise Unsupported(
-                        f"a stage has {_cut(*cut)}, but others have {_cut(self.degree, self.sequence_parallel)}: sums "
-                        "over shards would not be bitwise equal",
-                        where=f"{_WHERE}, strategy {strategy}",
-                        remedy="give all stages of all strategies the same degree and sequence parallelism",
-                    )
-                if stage.stream:
-                    raise Unsupported(
-                        f"the stage on devices {list(stage.devices)} streams, so its gradients are rounded to fp32 "
-                        "after every micro-batch",
-                        where=f"{_WHERE}, strategy {strategy}",
-                        remedy="leave out 'stream' (w and g in strategy text), or train without 'deterministic'",
-                    )
-                if stage.kind.sums_in_pieces:
-                    raise Unsupported(
-                        f"the stage on devices {list(stage.devices)} has sums in pieces: products of fewer tokens "
-                        "may not be bitwise equal to whole products",
-                        where=f"{_WHERE}, strategy {strategy}",
-                        remedy="leave out sums_in_pieces (p in strategy text), or train without 'deterministic'",
-                    )
-                if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
-                    raise Unsupported(
-                        f"a stage lists devices {list(stage.devices)}: sums over more than two devices depend on "
-                        "their order, which must be ascending",
-                        where=f"{_WHERE}, strategy {strategy}",
-                        remedy="list a stage's devices in ascending order",
-                    )
+                for what, remedy in self._problems(stage, cut):
+                    raise Unsupported(what, where=f"{_WHERE}, strategy {strategy}", remedy=remedy)
+
+    def _problems(self, stage: Stage, cut: tuple[int, bool]) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with a stage, and the remedy."""
+        if cut != (self.degree, self.sequence_parallel):
+            yield (
+                f"a stage has {_cut(*cut)}, but others have {_cut(self.degree, self.sequence_parallel)}: sums over "
+                "shards would not be bitwise equal",
+                "give all stages of all strategies the same degree and sequence parallelism",
+            )
+        if stage.stream:
+            yield (
+                f"the stage on devices {list(stage.devices)} streams, so its gradients are rounded to fp32 after every "
+                "micro-batch",
+                "leave out 'stream' (w and g in strategy text), or train without 'deterministic'",
+            )
+        if stage.kind.sums_in_pieces:
+            yield (
+                f"the stage on devices {list(stage.devices)} has sums in pieces: products of fewer tokens may not be "
+                "bitwise equal to whole products",
+                "leave out sums_in_pieces (p in strategy text), or train without 'deterministic'",
+            )
+        if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
+            yield (
+                f"a stage lists devices {list(stage.devices)}: sums over more than two devices depend on their order, "
+                "which must be ascending",
+                "list a stage's devices in ascending order",
+            )
 
     def alike(self, profile: Profile) -> Profile:
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
@@ -128,7 +129,7 @@ class Deterministic:
             )
 
 
-def _cut(degree: int, sequence_parallel: bool) -> str:
+def _cut(degree: int | None, sequence_parallel: bool) -> str:
     return f"tensor-parallel degree {degree}" + " with sequence parallelism" * sequence_parallel
 
 
