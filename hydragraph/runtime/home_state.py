@@ -146,13 +146,11 @@ class HomeState:
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield (name, low, high, start): a parameter that begins at `start`, and its overlap [low, high) with [lo, hi)."""
-    start = 0
-    for parameter in bucket.parameters:
+    for parameter, start in zip(bucket.parameters, bucket.offsets().values(), strict=True):
         low = max(lo, start)
         high = min(hi, start + parameter.size)
         if low < high:
             yield parameter.name, low, high, start
-        start += parameter.size
 
 
 @contextmanager
@@ -170,10 +168,9 @@ def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
-    mine = layout.of(rank)
-    for at, size, copy in zip(mine.at.tolist(), (mine.hi - mine.lo).tolist(), mine.copy.tolist(), strict=True):
-        if copy == 0:
-            yield shard[at : at + size]
+    mine = layout.first.of(rank)
+    for at, size in zip(mine.at.tolist(), (mine.hi - mine.lo).tolist(), strict=True):
+        yield shard[at : at + size]
 
 
 def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
@@ -181,17 +178,14 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
     rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.copy.tolist(), strict=True))
     pieces = []
     at = 0
-    start = 0
-    for parameter in bucket.parameters:
-        end = start + parameter.size
-        parts = [(max(lo, start), min(hi, end), copy == 0) for lo, hi, copy in rows]
-        parts = [(lo - start, hi - start, first) for lo, hi, first in parts if lo < hi]
+    for parameter, start in zip(bucket.parameters, bucket.offsets().values(), strict=True):
+        parts = [(max(lo - start, 0), min(hi - start, parameter.size), copy == 0) for lo, hi, copy in rows]
+        parts = [part for part in parts if part[0] < part[1]]
         intervals = tuple((lo, hi) for lo, hi, _ in parts)
         counted = tuple(first for *_, first in parts)
         # Home rows are ordered by element, so parameters are consecutive.
         pieces.append(OwnedPart(parameter, bucket.name, intervals, counted, at))
         at += pieces[-1].size
-        start = end
     return pieces
 
 
@@ -232,8 +226,14 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     except Unsupported:
         raise
     except Exception as error:
-        _refuse_shapes(whole, error)
-        raise
+        if isinstance(whole, Exception):
+            raise
+        raise Unsupported(
+            "the function accepts tensors of the model's own shapes, but not 1-D shards "
+            f"({type(error).__name__}: {error})",
+            where="optimizer",
+            remedy=_BY_SHAPE,
+        ) from error
     check_elementwise(optimizer)
     optimized: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = {id(p) for p in optimized} - {id(p) for _, p in named}
@@ -276,16 +276,6 @@ def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dic
         return _options(factory(named), named)
     except Exception as error:
         return error
-
-
-def _refuse_shapes(whole: dict[str, dict[str, Any]] | Exception, error: Exception) -> None:
-    if isinstance(whole, Exception):
-        return
-    raise Unsupported(
-        f"the function accepts tensors of the model's own shapes, but not 1-D shards ({type(error).__name__}: {error})",
-        where="optimizer",
-        remedy=_BY_SHAPE,
-    ) from error
 
 
 def _refuse_other_groups(

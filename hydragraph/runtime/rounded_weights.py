@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hydragraph.kernels.adamw import AdamW
 from hydragraph.private.hooks_and_overrides import version_of
@@ -30,9 +30,8 @@ class Rounded:
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
         """Return each parameter's part of the copies."""
-        parameters: dict[str, nn.Parameter] = dict(self._home.parameters)
         kept = {name: piece for name, piece in self._home.pieces.items() if piece.bucket in self._copies}
-        return {parameters[name]: piece.of(self._copies) for name, piece in kept.items()}
+        return {self._home.parameters[name]: piece.of(self._copies) for name, piece in kept.items()}
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:

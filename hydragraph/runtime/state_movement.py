@@ -64,21 +64,21 @@ class OwnedState:
             name: {s: piece.of({piece.bucket: room[piece.bucket, s]}) for s in columns.get(name, ()) if s != _WEIGHT}
             for name, piece in home.pieces.items()
         }
-        stay = kept.states.items() if kept is not None else ()
-        tensors = {
-            n: {s: t for s, t in kept_states.items() if isinstance(t, Tensor) and t.dim()} for n, kept_states in stay
-        }
-        return OwnedState(
-            home, {**states, **{name: kept_tensors for name, kept_tensors in tensors.items() if name not in columns}}
-        )
+        if kept is not None:
+            states |= {name: kept.tensors(name) for name in kept.states if name not in columns}
+        return OwnedState(home, states)
+
+    def tensors(self, parameter: str) -> dict[str, Tensor]:
+        """Return those optimizer states of a parameter that have a value per element."""
+        states = self.states.get(parameter, {})
+        return {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim()}
 
     @property
     def columns(self) -> dict[str, dict[str, torch.dtype]]:
         columns = {}
         for name, parameter in self.home.parameters.items():
             if parameter.numel():
-                kept = self.states.get(name, {}).items()
-                states = {s: value.dtype for s, value in kept if isinstance(value, Tensor) and value.dim()}
+                states = {state: tensor.dtype for state, tensor in self.tensors(name).items()}
                 columns[name] = {_WEIGHT: parameter.dtype, **states}
         return columns
 
@@ -128,13 +128,8 @@ class MovedPart:
     dst_at: int
     size: int
 
-    def source(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        return self._views(state, self.src_at, columns)
-
-    def target(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        return self._views(state, self.dst_at, columns)
-
-    def _views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
+    def views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
+        """Return each column's elements in a state that has them at `src_at` or `dst_at`."""
         first = at - state.home.pieces[self.parameter].at
         tensors = (state.column(self.parameter, column) for column in columns[self.parameter])
         return [column[first : first + self.size] for column in tensors]
@@ -264,11 +259,12 @@ class Carrying:
         outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=world.device)
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=world.device)
         if old is not None:
-            _lay([view for part in leaving for view in part.source(old, columns)], outgoing, out=True)
+            _lay([view for part in leaving for view in part.views(old, part.src_at, columns)], outgoing, out=True)
         message = self.groups.all_to_all(self.channel, incoming, outgoing, received, sent)
         for part in parts:
             if part.src == part.dst and old is not None:
-                for there, here in zip(part.target(self.new, columns), part.source(old, columns), strict=True):
+                stay = part.views(old, part.src_at, columns)
+                for there, here in zip(part.views(self.new, part.dst_at, columns), stay, strict=True):
                     there.copy_(here)
         return _UnderWay(arriving, incoming, message)
 
@@ -276,7 +272,8 @@ class Carrying:
         first = self._under_way.popleft()
         self.groups.wait(first.message)
         columns = self.route.columns
-        _lay([v for part in first.arriving for v in part.target(self.new, columns)], first.incoming, out=False)
+        views = [view for part in first.arriving for view in part.views(self.new, part.dst_at, columns)]
+        _lay(views, first.incoming, out=False)
         self.received += len(first.incoming)
 
 
