@@ -26,7 +26,7 @@ from hydragraph.ir.value import (
     weights,
 )
 
-names = st.from_regex(r"[\w.\-/:]+", fullmatch=True)
+names = st.from_regex(r"[\w.\-/:]+", fullmatch=True, alphabet=st.characters(exclude_categories=["Cs"]))
 numbers = st.integers(0, 10**6)
 moved = st.builds(activation, numbers, numbers) | st.builds(activation_gradient, numbers, numbers)
 values = (

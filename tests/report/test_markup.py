@@ -34,7 +34,10 @@ def test_elements_and_attributes() -> None:
     assert join("&", Markup("&amp;")) == "&amp;&amp;"
 
 
-@given(st.text(), st.text())
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # hypothesis takes seconds for those of a codec
+
+
+@given(TEXTS, TEXTS)
 def test_texts_stay_texts(text: str, value: str) -> None:
     read = Reader(tag("p", text, title=value))
     assert [name for name, _ in read.tags] == ["p"]
@@ -44,7 +47,7 @@ def test_texts_stay_texts(text: str, value: str) -> None:
         assert read.tags[0][1] == {"title": value}
 
 
-@given(st.recursive(st.text() | st.integers() | st.booleans(), st.lists))
+@given(st.recursive(TEXTS | st.integers() | st.booleans(), st.lists))
 def test_data_cannot_end_its_script(record: object) -> None:
     made = script_data(record)
     assert not set("<>&\u2028\u2029") & set(made)

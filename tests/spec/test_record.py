@@ -38,7 +38,7 @@ class Garden:
     trees: Mapping[str, Tree]
 
 
-leaves = st.builds(Leaf, st.text(max_size=5), st.floats(0, 1e9))
+leaves = st.builds(Leaf, st.text("ab: é日", max_size=5), st.floats(0, 1e9))
 trees = st.builds(Tree, leaves, st.lists(leaves, max_size=3).map(tuple), st.sampled_from(["oak", "elm"]))
 
 

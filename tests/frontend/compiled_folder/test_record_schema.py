@@ -95,7 +95,7 @@ def test_a_graph_ends_in_one_output_of_its_own_nodes(nodes: list[Any]) -> None:
         check_graphs(graph_of(*nodes), 1, "graph")
 
 
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text("ab/é日", max_size=5)
 KEYS = st.sampled_from(["node", "tuple", "a"])
 ANYTHING = st.recursive(
     PLAIN | st.sampled_from(["x", "s0", "tensor"]),
