@@ -29,17 +29,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         hydragraph.compil  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_completing_names_and_planning_import_no_torch() -> None:
-    code = """
-import sys, hydragraph as hg
-print({'compile', 'launch', 'Strategy', '__version__'} <= set(dir(hg)))
-import hydragraph.planner.plan
-print('torch' in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
-
-
 def test_a_rank_that_neither_traces_nor_plans_imports_no_compiler_and_no_solver() -> None:
     """Nor does one that reads a compiled folder, whose sizes become symbols: PyTorch would look up who asked."""
     code = """
