@@ -56,6 +56,7 @@ def test_mistakes_are_answered_before_slow_imports(tmp_path: Path) -> None:
         (["simulate", config, "--home", "1,2"], "home '1,2': 'shares' has 2 numbers"),
         (["simulate", config, "--what-if", "device 9 x2"], "'device 9 x2': use one of the cluster's ranks"),
         (["check", config, "--arch", "x"], "unknown --arch x"),
+        (["plan", "--cluster", "no.yaml", "--model", config], "no.yaml"),
         *(
             ([verb, config, "--strategy", "<[0]x3>"], f"strategies[0]: {layers}")
             for verb in ("simulate", "check", "report", "show", "verify")

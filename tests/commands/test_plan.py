@@ -139,17 +139,6 @@ def test_help_teaches_with_an_example() -> None:
 # Devices that differ: --cluster.
 
 
-def test_a_missing_cluster_is_told_before_the_planner_is_imported(tmp_path: Path) -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from hydragraph import cli\n"
-        f"asked = ['plan', '--cluster', {str(tmp_path / 'no.yaml')!r}, '--model', 'run.yaml']\n"
-        "done = CliRunner().invoke(cli.app, asked)\n"
-        "print(done.exit_code, 'no.yaml' in done.stderr, {'numba', 'torch'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "2 True set()\n"
-
-
 def test_kinds_of_stages_that_there_was_no_time_to_compile_are_left_out() -> None:
     costs = priced.costs(LAYERS, priced.mixed())
     assert compile_graphs(costs, None) is costs
