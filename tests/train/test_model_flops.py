@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hydragraph as hg
 from hydragraph.commands.bench.bench_models import LlamaShape
 from hydragraph.train.model_flops import peak_flops_per_s, step_flops
-from tests.adapted import LAYERS, frozen, hand_written_lora
-from tests.cost.test_datasheet import HEAD, LAYER, llama
+from tests.adapted import LAYERS, hand_written_lora
+from tests.cost.test_datasheet import HEAD, LAYER, frozen, llama
 
 
 def test_a_steps_operations_are_those_of_its_products_and_of_causal_attention() -> None:
@@ -51,9 +51,9 @@ def test_gradients_of_frozen_weights_do_not_count() -> None:
     weights = LAYERS * (6 * LAYER + 8 * adapters) + 6 * HEAD
     scored = pytest.approx(weights * sum(lengths) + LAYERS * 4 * attention)
     assert step_flops(program, lengths, scored=True) == scored
-    last = hg.capture(frozen(lambda name: "layers.2" in name), check="off")
-    weights = 2 * 2 * LAYER + 6 * LAYER + 4 * HEAD
-    assert step_flops(last, lengths) == pytest.approx(weights * sum(lengths) + (1 + 1 + 3) * attention)
+    last = frozen(llama(), lambda name: "layers.1" in name)
+    weights = 2 * LAYER + 6 * LAYER + 4 * HEAD
+    assert step_flops(last, lengths) == pytest.approx(weights * sum(lengths) + (1 + 3) * attention)
 
 
 @pytest.mark.parametrize(
