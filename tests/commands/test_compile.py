@@ -16,6 +16,7 @@ import hydragraph as hg
 from hydragraph.commands import compile_ahead
 from hydragraph.commands.compile import _compiled, _tokens
 from hydragraph.commands.compile_files import Summary
+from hydragraph.frontend.compiled_folder import variant_cache
 from hydragraph.ir.program import Program
 from hydragraph.ir.shared_programs_text import program_texts
 from hydragraph.passes import graph_passes, variants
@@ -88,10 +89,9 @@ def test_the_summary_names_what_is_there(compiled: tuple[Path, Path, Result]) ->
 
 def test_the_summary_is_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Graphs that are read from a cache took no passes: neither the disk nor this process has any.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(variant_cache, "GRAPHS", str(tmp_path / "graphs"))
     monkeypatch.setattr(variants, "_shared", WeakValueDictionary())
-    width = ("--set", "model.config.intermediate_size=20")
-    result = run("compile", write(tmp_path), *width, "--strategy", "<[0]x2>", "--output", tmp_path / "out")
+    result = run("compile", write(tmp_path), "--strategy", "<[0]x2>", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "out" / "summary.json").read_text())
     kinds = {"model": str, "layers": int, "parameters": int, "ranks": int, "backend": str, "capture_seconds": float}
@@ -108,7 +108,7 @@ def test_the_summary_is_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(variants, "_shared", WeakValueDictionary())  # as in another process
     monkeypatch.setattr(graph_passes, "differentiate", traced)
-    again = run("compile", tmp_path / "config.yaml", *width, "--strategy", "<[0]x2>", "--output", tmp_path / "out")
+    again = run("compile", tmp_path / "config.yaml", "--strategy", "<[0]x2>", "--output", tmp_path / "out")
     assert again.exit_code == 0, again.output
 
 
