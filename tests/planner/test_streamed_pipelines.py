@@ -16,6 +16,7 @@ from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
+from tests.thorough import first
 
 WORKLOAD = hg.Workload(sequences=8, length=1000)
 
@@ -62,9 +63,11 @@ def test_what_takes_longer_than_a_known_plan_is_left_out() -> None:
     assert streamed_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []
 
 
-@pytest.mark.parametrize(("devices", "layers"), [(7, 2), (5, 4)])
+@pytest.mark.parametrize(("devices", "layers"), first([(7, 2)], [(7, 2), (5, 4)]))
 def test_groups_that_no_depth_divides_form_pipelines_of_equal_depth(devices: int, layers: int) -> None:
     costs = priced.costs(layers, priced.cluster(devices))
-    for one in streamed_pipelines(costs, WORKLOAD, math.inf, None):
+    found = streamed_pipelines(costs, WORKLOAD, math.inf, None)
+    assert found
+    for one in found:
         assert {pipeline.layers for pipeline in one.strategy.pipelines} == {layers}
         assert len({len(pipeline.stages) for pipeline in one.strategy.pipelines}) == 1

@@ -84,7 +84,7 @@ def test_no_candidate_takes_less_than_its_longest_sequence_alone() -> None:
 
 
 @given(pipelines(), st.lists(st.integers(0, 2000), min_size=1, max_size=12))
-@settings(max_examples=50)
+@settings(max_examples=max(20, settings.default.max_examples // 2))
 def test_parts_add_up_to_the_seconds(kinds: tuple[PipelineCost, ...], sizes: list[int]) -> None:
     assignment = assign_pipelines(kinds, sizes)
     parts = parts_of(kinds, sizes, assignment, 0.25)

@@ -119,7 +119,7 @@ def test_promises_hold_of_uneven_stages_links_and_tables(
 
 
 @given(uneven(pipelines(most=2)), st.lists(st.integers(1, 2000), min_size=1, max_size=5))
-@settings(max_examples=max(12, settings.default.max_examples // 25))
+@settings(max_examples=max(8, settings.default.max_examples // 25))
 def test_what_is_found_lies_between_the_best_of_all_and_the_bound(
     kinds: tuple[PipelineCost, ...], sizes: list[int]
 ) -> None:
