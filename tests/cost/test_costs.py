@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.block_pieces import Constants
-from hydragraph.cost.costs import Costs
+from hydragraph.cost.costs import KEPT, Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.instruction_work import Without
 from hydragraph.cost.measured_profile import Profile
@@ -454,7 +454,7 @@ def test_a_simulation_is_computed_once_for_equal_costs() -> None:
     some = costs(6, cluster(2))
     strategy = Strategy.parse("<tp1,pp2>", 6)
     owned = [some.changed(home=hg.Home((1.0, 2.0))) for _ in range(2)]
-    assignments = [Assignment.even([count], [64]) for count in range(1, 40)]
+    assignments = [Assignment.even([1], [tokens]) for tokens in range(64, 65 + KEPT)]
     timelines = [owned[0].simulate(strategy, each) for each in assignments]
     assert owned[1].simulate(strategy, assignments[-1]) is timelines[-1]
     assert owned[1].simulate(strategy, assignments[0]) is not timelines[0], "few are kept"

@@ -15,10 +15,10 @@ before = read.cache_info().misses
 assert "transformers.models" not in __import__("sys").modules
 models = transformers_with_models().models
 print(before > 100, read.cache_info().misses - before, import_utils.create_import_structure_from_path is read)
-print(models.llama.LlamaConfig().model_type)
+print("LlamaConfig" in dir(models.llama))
 """
 
 
 def test_folders_of_models_are_read_once() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert done.stdout == "True 0 True\nllama\n"
+    assert done.stdout == "True 0 True\nTrue\n"
