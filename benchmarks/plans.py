@@ -54,8 +54,9 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.exact.autohet_grouping import EntityKind, most_power_by_scip
 from hydragraph.planner.generators.device_groups import nodes_of
-from hydragraph.planner.generators.group_prices import Option, Prices, site_of, state_bytes
+from hydragraph.planner.generators.group_prices import Prices, site_of, state_bytes
 from hydragraph.planner.generators.pipeline_layers import spread
+from hydragraph.planner.generators.stage_layout import Option
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Shortage, settle, share_out, simulated
 from hydragraph.planner.price_mini_batches import Varied
@@ -323,7 +324,7 @@ def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: 
                     layer[s, k] = max(row[0] for row in rows)
                     extra[s, k] = max(row[1] for row in rows)
                     cap[s, k] = min(row[2] for row in rows)
-            total, _, layers, chosen = spread(costs.outline.layers, count, layer, extra, cap)
+            total, layers, chosen = spread(costs.outline.layers, count, layer, extra, cap)
             if math.isfinite(total):
                 yield strategy_of(
                     pipelines, [[int(n) for n in layers]] * len(pipelines), [kinds[int(k)] for k in chosen]

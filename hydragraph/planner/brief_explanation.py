@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.device_time import device_time, main_cause
 from hydragraph.planner.explanation import SHOWN, pipeline_text
+from hydragraph.planner.generators.symmetric import common_degrees
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Settled, Shortage
 from hydragraph.planner.price_mini_batches import Varied
@@ -89,14 +91,10 @@ def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy | str]:
     seconds = {}
     for strategy in equal.values():
         if strategy not in strategies.values() and strategy != chosen:
-            try:
+            with suppress(Unsupported):
                 seconds[strategy] = varied.seconds(strategy)
-            except Unsupported:
-                continue
     if seconds:
-        strategies["fastest alternative with identical pipelines"] = min(
-            seconds, key=lambda strategy: seconds[strategy]
-        )
+        strategies["fastest alternative with identical pipelines"] = min(seconds, key=seconds.__getitem__)
     return strategies
 
 
@@ -112,11 +110,9 @@ def _why_no_tensor_parallelism(costs: Costs) -> str:
 def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
     layers = costs.outline.layers
     nodes = Counter(device.node for device in costs.cluster.devices)
-    kinds = [costs.profile.of(name).pieces for name in costs.cluster.types]
-    degrees = set.intersection(*({kind.tp for kind in pieces} for pieces in kinds))
     strategies = {}
-    for tp in sorted(degrees):
-        if not costs.sizes.allows(tp) or any(count % tp for count in nodes.values()):
+    for tp in common_degrees(costs):
+        if any(count % tp for count in nodes.values()):
             continue
         for stages in range(1, min(layers, costs.ranks // tp) + 1):
             if costs.ranks % (tp * stages) == 0:

@@ -19,12 +19,12 @@ from itertools import combinations_with_replacement
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, splits
+from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, runs, splits
 from hydragraph.planner.generators.group_prices import Prices, free_bytes
-from hydragraph.planner.generators.pipelines_of_groups import Bench
+from hydragraph.planner.generators.pipelines_of_groups import Bench, pipeline_of
 from hydragraph.planner.price_candidate import form_of
 from hydragraph.planner.price_mini_batches import Varied
-from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
@@ -55,6 +55,7 @@ class Yard:
         self._rate = {rank: rate for node in self._nodes for rank, rate in zip(node.devices, node.rates, strict=True)}
         prices = Prices(costs, [typical.length], reach)
         self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
+        self._all_degrees = sorted({degree for degrees in self._degrees.values() for degree in degrees})
         free_by_rank = free_bytes(costs, typical.sequences * typical.length, safety)
         free: dict[GroupForm, float] = {}
         for node in self._nodes:
@@ -64,7 +65,7 @@ class Yard:
                     form = GroupForm(node.site, tp, rate)
                     free[form] = min(free.get(form, math.inf), least)
         self._forms = {form: i for i, form in enumerate(free)}
-        self._bench = Bench(prices, list(free), list(free.values()), typical.sequences, alone=costs.ranks == 1)
+        self._bench = Bench(prices, list(free), list(free.values()), typical.sequences)
         self._prices = prices
         self._made: dict[tuple[Group, ...], Pipeline | None] = {}
         self._paces: dict[Hashable, tuple[float, float]] = {}
@@ -103,17 +104,14 @@ class Yard:
             for some in {1: pipelines[:1], len(pipelines): pipelines}.values():
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
-                    for degree in self._all_degrees():
+                    for degree in self._all_degrees:
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
-            if one is other and len(one) < 2:
-                continue
-            pairs = (
-                list(zip(one[::2], one[1::2], strict=False)) if one is other else list(zip(one, other, strict=False))
-            )
+            both = (one[::2], one[1::2]) if one is other else (one, other)
+            pairs = list(zip(*both, strict=False))
             for joined in {1: pairs[:1], len(pairs): pairs}.values():
-                for degree in self._all_degrees():
+                for degree in self._all_degrees:
                     merged = [self._pipeline((*a.devices, *b.devices), degree, count) for a, b in joined]
                     yield from _with(strategy, [p for pair in joined for p in pair], merged)
 
@@ -144,7 +142,7 @@ class Yard:
         # Split all nodes at once, or all but one node or one kind of node, because the slowest pipeline determines the
         # traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
-        for degree in self._all_degrees():
+        for degree in self._all_degrees:
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
                 some = [node for node in every if node not in kept]
                 split = [
@@ -157,7 +155,7 @@ class Yard:
         self, strategy: Strategy, nodes: Sequence[tuple[Devices, Sequence[int], list[Pipeline]]], count: int
     ) -> Iterator[Strategy]:
         new_pipelines = [
-            self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in _runs(ranks, sizes)
+            self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in runs(ranks, sizes)
         ]
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
@@ -171,9 +169,6 @@ class Yard:
         count = max(1, self._bench.micro_batches // pipelines)
         return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
 
-    def _all_degrees(self) -> list[int]:
-        return sorted({degree for degrees in self._degrees.values() for degree in degrees})
-
     def _pipeline(self, devices: Sequence[int], degree: int, count: int) -> Pipeline | None:
         groups: list[Group] = []
         for node in self._nodes:
@@ -183,7 +178,7 @@ class Yard:
                 continue
             if not sizes or sizes[0] != 1:
                 return None
-            for run in _runs(mine, regular(len(mine), degree, sizes)):
+            for run in runs(mine, regular(len(mine), degree, sizes)):
                 groups.append(Group(tuple(sorted(run)), node.site, max(self._rate[rank] for rank in run)))
         key = tuple(groups)
         if key not in self._made:
@@ -197,8 +192,7 @@ class Yard:
         waiting: dict[int, list[Group]] = {}
         for group in groups:
             waiting.setdefault(self._forms[group.form], []).append(group)
-        stages = zip(laid.order, laid.layers, laid.kinds, strict=True)
-        return Pipeline(tuple(Stage.of(waiting[i].pop(0).devices, n, kind) for i, n, kind in stages))
+        return pipeline_of((waiting[i].pop(0).devices for i in laid.order), laid.layers, laid.kinds)
 
 
 def climbed(
@@ -227,13 +221,6 @@ def climbed(
                 if seconds < best * (1 - SAVES):
                     now, best, gained = move, seconds, True
     return now
-
-
-def _runs(devices: Sequence[int], shape: Sequence[int]) -> Iterator[Devices]:
-    first = 0
-    for size in shape:
-        yield tuple(devices[first : first + size])
-        first += size
 
 
 def _with(strategy: Strategy, without: Sequence[Pipeline], made: Sequence[Pipeline | None]) -> Iterator[Strategy]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import batch_bytes
 from hydragraph.errors import Unsupported
+from hydragraph.planner.bisection import bisect
 from hydragraph.planner.generators.group_prices import SAFETY, state_bytes
 from hydragraph.planner.generators.malleus_autohet import fits
 from hydragraph.planner.price_candidate import Shortage
@@ -19,15 +20,15 @@ from hydragraph.spec.training_workload import Workload
 # Maximum factors for memory and devices.
 MOST = 64
 MANY = 8
-NEARLY = 1.05
+NEARLY = 0.04  # relative precision
 
 
 def check_nodes(costs: Costs) -> None:
-    """Reject nodes with devices of different types."""
-    types: dict[int, str] = {}
-    for rank in range(costs.ranks):
-        node, name = costs.cluster.node_of(rank), costs.cluster.type_of(rank)
-        if types.setdefault(node, name) != name:
+    """Reject clusters without running devices, and nodes with devices of different types."""
+    if not _running(costs):
+        raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
+    for node, ranks in costs.cluster.ranks_by_node.items():
+        if len(set(map(costs.cluster.type_of, ranks))) > 1:
             raise Unsupported(
                 f"the devices of node {node} have different types",
                 where="plan",
@@ -108,14 +109,7 @@ def _least(able: Callable[[float], bool], most: float) -> float:
         if high >= most:
             return math.inf
         high = min(2 * high, most)
-    low = high / 2
-    while high > 1 and high / low > NEARLY:
-        middle = math.sqrt(low * high)
-        if able(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return 1.0 if high == 1 else bisect(able, high / 2, high, NEARLY)[1]
 
 
 def _several(costs: Costs, times: int) -> Costs:

@@ -19,15 +19,16 @@ from hydragraph.cost.pricing import micro_batches_of, ring_pairs
 from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows
-from hydragraph.planner.generators.device_groups import Group
+from hydragraph.planner.assignment.equal_sequences import rebalance
+from hydragraph.planner.generators.device_groups import Group, runs
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
-from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
+from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition, pipeline_of
 from hydragraph.planner.state_shares import fractions, home_by_block, home_of, lacking
 from hydragraph.planner.traffic_bound import bytes_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
-from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
 Line = tuple[float, float]  # (fixed bytes, bytes per unit share of the state)
@@ -139,13 +140,10 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
     chosen: dict[tuple[int, int], Group] = {}
     for p, s in places:
         chosen[p, s] = waiting[laid[p].order[s]].pop(0)
-    pipelines = []
-    for p, layout in enumerate(laid):
-        stages = tuple(
-            Stage.of(chosen[p, s].devices, layers, kind)
-            for s, (layers, kind) in enumerate(zip(layout.layers, layout.kinds, strict=True))
-        )
-        pipelines.append(Pipeline(stages))
+    pipelines = [
+        pipeline_of((chosen[p, s].devices for s in range(len(layout.order))), layout.layers, layout.kinds)
+        for p, layout in enumerate(laid)
+    ]
     return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
 
 
@@ -172,14 +170,7 @@ class Ends:
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
         counts = [int(n) for n in shares(micro_batches, first, further)]
-        for _ in range(MOVES):
-            slowest = max(every, key=lambda p: self.end(p, counts[p]))
-            others = (p for p in every if p != slowest)
-            taker = min(others, key=lambda p: self.end(p, counts[p] + 1), default=slowest)
-            if taker == slowest or self.end(taker, counts[taker] + 1) >= self.end(slowest, counts[slowest]):
-                break
-            counts[slowest] -= 1
-            counts[taker] += 1
+        rebalance(counts, self.end, every, 0.0, MOVES)
         return counts
 
 
@@ -208,13 +199,8 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
     batches = [tuple(range(i, min(i + together, len(lengths)))) for i in range(0, len(lengths), together)]
-    by_pipeline = []
-    first = 0
-    for count in counts:
-        by_pipeline.append(tuple(batches[first : first + count]))
-        first += count
     last = max(ends.end(p, count) for p, count in enumerate(counts))
-    return Assignment(tuple(by_pipeline), tuple(lengths)), last
+    return Assignment(tuple(runs(batches, counts)), tuple(lengths)), last
 
 
 def settle(

@@ -209,17 +209,13 @@ def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy
 
 
 def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Strategy:
-    pipelines = (
-        Pipeline(
-            tuple(
-                replace(stage, recompute=budget)
-                if stage.recompute is True and len(pipeline.stages) - 1 - i in places
-                else stage
-                for i, stage in enumerate(pipeline.stages)
-            )
-        )
-        for pipeline in strategy.pipelines
-    )
+    pipelines = []
+    for pipeline in strategy.pipelines:
+        stages = list(pipeline.stages)
+        for i, stage in enumerate(stages):
+            if stage.recompute is True and len(stages) - 1 - i in places:
+                stages[i] = replace(stage, recompute=budget)
+        pipelines.append(Pipeline(tuple(stages)))
     return replace(strategy, pipelines=tuple(pipelines))
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.schedule_replay import replayed
@@ -35,16 +35,8 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
     ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
     ends = [ends_by_pipeline[pipeline] for pipeline in pipelines]
     counts = _counts(kinds, len(lengths))
-    every = range(len(kinds))
-    while True:
-        last = max(every, key=lambda p: ends[p].at(counts[p])[0])
-        able = (p for p in every if p != last and kinds[p].most)
-        taker = min(able, key=lambda p: ends[p].at(counts[p] + 1)[0], default=last)
-        now = ends[last].at(counts[last])[0]
-        if taker == last or ends[taker].at(counts[taker] + 1)[0] >= now * (1 - ROUNDING):
-            break
-        counts[last] -= 1
-        counts[taker] += 1
+    able = [p for p, kind in enumerate(kinds) if kind.most]
+    rebalance(counts, lambda p, n: ends[p].at(n)[0], able, ROUNDING, math.inf)
     best = [pipeline_ends.at(n) for pipeline_ends, n in zip(ends, counts, strict=True)]
     return _assignment([sizes for _, sizes in best], lengths), max(end for end, _ in best)
 
@@ -54,6 +46,20 @@ def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Ass
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
+
+
+def rebalance(
+    counts: list[int], end: Callable[[int, int], float], takers: Sequence[int], gain: float, moves: float
+) -> None:
+    """Move work from the pipeline that ends last to the taker that then ends first, while this saves `gain`."""
+    while moves > 0:
+        last = max(range(len(counts)), key=lambda p: end(p, counts[p]))
+        taker = min((p for p in takers if p != last), key=lambda p: end(p, counts[p] + 1), default=last)
+        if taker == last or end(taker, counts[taker] + 1) >= end(last, counts[last]) * (1 - gain):
+            return
+        counts[last] -= 1
+        counts[taker] += 1
+        moves -= 1
 
 
 def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_PipelineKind]:
@@ -85,16 +91,12 @@ class _Ends:
     def __init__(self, pipeline: PipelineCost, kind: _PipelineKind, length: int) -> None:
         self._pipeline = pipeline
         self._kind = kind
-        self._length = length
-        self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        self._rows: dict[int, NDArray[np.float64]] = {}
-
-    def at(self, n: int) -> tuple[float, tuple[int, ...]]:
-        if n not in self._known:
-            self._known[n] = self._best(n)
-        return self._known[n]
+        self._row = cache(lambda size: stage_rows(pipeline.stage_costs, [(length,) * size])[0])
+        self.at = cache(self._best)
 
     def _best(self, n: int) -> tuple[float, tuple[int, ...]]:
+        if not n:
+            return 0.0, ()
         count = self._kind.micro_batches(n)
         best: tuple[float, int, tuple[int, ...]] = (math.inf, count, ())
         for ramps in product(RAMPS, RAMPS) if self._kind.stages > 1 else (((), ()),):
@@ -110,10 +112,7 @@ class _Ends:
         if max(sizes) > self._kind.most:
             return math.inf
         different = sorted(set(sizes))
-        for size in different:
-            if size not in self._rows:
-                self._rows[size] = stage_rows(self._pipeline.stage_costs, [(self._length,) * size])[0]
-        rows = np.array([self._rows[size] for size in different])
+        rows = np.array([self._row(size) for size in different])
         order = np.searchsorted(different, sizes)
         return float(replayed(rows, self._pipeline.schedule, self._pipeline.rows, order).max())
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import islice, product
+from typing import TypeVar
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
+
+T = TypeVar("T")
 
 # Maximum splits of a node with stragglers, and combinations of degrees.
 SPLITS = 3
@@ -99,10 +102,8 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
     """Return a split's sum of 1 / y."""
     total = 0.0
-    first = 0
-    for size in split:
-        total += 1 / (node.rates[first] * seconds[size])
-        first += size
+    for rates in runs(node.rates, split):
+        total += 1 / (rates[0] * seconds[len(rates)])
     return total
 
 
@@ -158,13 +159,14 @@ def _ranked(node: NodeDevices, sizes: tuple[int, ...], seconds: tuple[float, ...
 
 
 def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
-    groups = []
-    first = 0
-    for size in shape:
-        devices = node.devices[first : first + size]
-        groups.append(Group(tuple(sorted(devices)), node.site, node.rates[first]))
-        first += size
-    return groups
+    every = zip(runs(node.devices, shape), runs(node.rates, shape), strict=True)
+    return [Group(tuple(sorted(devices)), node.site, rates[0]) for devices, rates in every]
+
+
+def runs(items: Sequence[T], sizes: Iterable[int]) -> Iterator[tuple[T, ...]]:
+    """Divide items into runs of these sizes."""
+    rest = iter(items)
+    return (tuple(islice(rest, size)) for size in sizes)
 
 
 def forms_of(groups: Sequence[Group]) -> Counter[GroupForm]:

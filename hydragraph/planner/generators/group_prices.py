@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import batch_bytes
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
-from hydragraph.planner.generators.stage_layout import NUMBERS
+from hydragraph.planner.generators.stage_layout import NUMBERS, Option
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import Stage
@@ -36,32 +35,6 @@ class DeviceSite(NamedTuple):
     inner: Interconnect
     outer: Interconnect
     cards: float
-
-
-@dataclass(frozen=True)
-class Option:
-    """Price of one kind of stage on a group.
-
-    Attributes:
-        aux_s: seconds per micro-batch for aux (values such as rotary tables).
-        layer_s: seconds of a micro-batch's forward and backward in a layer.
-        first_s, last_s: the same in the first and the last block.
-        state_bytes: weights and gradients of a layer.
-        first_bytes, last_bytes: the same for the first and the last block.
-        kept_bytes: activations per layer and micro-batch in flight.
-        own_bytes: working memory and hidden states.
-    """
-
-    kind: StageKind
-    aux_s: float
-    layer_s: float
-    first_s: float
-    last_s: float
-    state_bytes: float
-    first_bytes: float
-    last_bytes: float
-    kept_bytes: float
-    own_bytes: float
 
 
 class Prices:
@@ -110,8 +83,7 @@ class Prices:
         return tuple(self._option(site, kind) for kind in kinds) if self.costs.sizes.allows(tp) else ()
 
     def _rows(self, site: DeviceSite, tp: int) -> NDArray[np.float64]:
-        rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
-        return np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
+        return np.array([option[1:] for option in self.options(site, tp)]).reshape(-1, len(NUMBERS))
 
     def degrees(self, site: DeviceSite, most: int) -> tuple[int, ...]:
         """Return the measured degrees up to `most`, ascending."""
@@ -128,47 +100,31 @@ class Prices:
         stage = Stage.of(devices, 1, kind)
         templates = costs.profile.blocks
         pieces = costs.pieces(site.type, kind)
-        seconds: dict[str, float] = {}
-        state: dict[str, float] = {}
-        kept: dict[str, float] = {}
+        rows: dict[str, tuple[float, float, float]] = {}  # seconds, state, activations
         working = 0.0
         early = 0.0
         part = StagePart(kind, 0)
         for index, template in enumerate(templates):
-            if template in seconds:
+            if template in rows:
                 continue
             alone = costs.stage(stage, (index, index + 1))
             early, *both = alone.apart(self.lengths)
-            seconds[template] = sum(both)
             piece = pieces[template]
             learning = piece.parameters - piece.frozen
-            state[template] = costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning
+            state_bytes = costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning
             footprint = costs.blocks.footprint(costs.outline.blocks[index], part, self._held)
-            kept[template] = footprint.saved + footprint.output
+            rows[template] = sum(both), state_bytes, footprint.saved + footprint.output
             working = max(working, footprint.forward, footprint.backward + footprint.gradients)
-        inner = templates[1:-1] or templates
+        inner = [rows[template] for template in templates[1:-1] or templates]
+        layer = [sum(column) / len(inner) for column in zip(*inner, strict=True)]
+        seconds, state, kept = zip(layer, rows[templates[0]], rows[templates[-1]], strict=True)
         hidden = self._held.tokens * costs.sizes.hidden_bytes
-        mean = lambda of: sum(of[t] for t in inner) / len(inner)  # noqa: E731
-        return Option(
-            kind,
-            early,
-            mean(seconds),
-            seconds[templates[0]],
-            seconds[templates[-1]],
-            mean(state),
-            state[templates[0]],
-            state[templates[-1]],
-            mean(kept),
-            working + 2 * hidden,
-        )
+        return Option(kind, early, *seconds, *state, kept[0], working + 2 * hidden)
 
     @cached_property
     def _ranks(self) -> dict[DeviceSite, tuple[int, ...]]:
-        cluster = self.costs.cluster
-        nodes: dict[int, list[int]] = {}
-        for rank in range(self.costs.ranks):
-            nodes.setdefault(cluster.node_of(rank), []).append(rank)
-        return {site_of(self.costs, ranks[0]): tuple(ranks) for ranks in sorted(nodes.values(), key=len)}
+        nodes = sorted(self.costs.cluster.ranks_by_node.values(), key=len)
+        return {site_of(self.costs, ranks[0]): tuple(ranks) for ranks in nodes}
 
 
 class Market:

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
@@ -253,15 +252,11 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
-    reach = max(int(data.levels[index[s]]) for s in strategy)
-    if reach < upto:
-        return math.inf
-    return _fluid(counts, data.levels, data.work, upto)
-
-
-def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
-    of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
+    levels = data.levels
     used = np.flatnonzero(counts)
+    if max(levels[used]) < upto:
+        return math.inf
+    of_level = np.diff(data.work[:, : upto + 1], axis=1)  # [K, levels]
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):
         able = [k for k in used if levels[k] > above]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 from hydragraph.cost.costs import Costs
-from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.exact.autohet_grouping import EntityKind, NothingHolds, most_power_by_scip
 from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
@@ -27,7 +27,7 @@ SLOW = 1.5
 # Groups of the weakest kinds of devices may stay idle, up to this fraction of all power.
 WEAK = 0.3
 # Sequences per micro-batch to try.
-LARGEST = 16
+SIZES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,9 @@ def search(
         reach: tokens that must fit in every pipeline's memory; default: the tokens of a micro-batch.
     """
     nodes = nodes_of(costs)
-    if not nodes:
-        raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
     free = free_bytes(costs, sequences * length, safety)
     best = math.inf
     by_shape: dict[object, SearchCandidate] = {}
-    seconds_by_shape: dict[object, float] = {}
     last = math.inf  # seconds of the worst candidate to keep
 
     def worth() -> float:
@@ -91,7 +88,7 @@ def search(
         for groups in groupings(costs, prices, nodes, split=way.split, symmetric=way.symmetric):
             if by_shape and is_late(until):
                 break
-            bench = _bench(costs, prices, groups, micro_batches, free)
+            bench = _bench(prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
@@ -105,8 +102,8 @@ def search(
                 shape = candidate.shape
                 if shape not in by_shape or partition.seconds < by_shape[shape].seconds:
                     by_shape[shape] = candidate
-                    seconds_by_shape[shape] = partition.seconds
-                    last = nsmallest(KEPT, seconds_by_shape.values())[-1] if len(seconds_by_shape) >= KEPT else math.inf
+                    if len(by_shape) >= KEPT:
+                        last = nsmallest(KEPT, (each.seconds for each in by_shape.values()))[-1]
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(by_shape.values(), key=lambda candidate: candidate.seconds)[:KEPT]
@@ -125,7 +122,7 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
     free = free_bytes(costs, sequences * length, safety)
     prices = Prices(costs, [length])
     for groups in groupings(costs, prices, nodes, split=False):
-        bench = _bench(costs, prices, groups, sequences, free)
+        bench = _bench(prices, groups, sequences, free)
         counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
         if any(math.isfinite(partition.seconds) for partition in _partitions(bench, counts)):
             return True
@@ -191,38 +188,27 @@ def _published(bench: Bench, counts: dict[int, int], until: float | None) -> Ite
     kinds = [EntityKind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:
         return
-    try:
+    with suppress(NothingHolds):
         grouping = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes, until)
-    except NothingHolds:
-        return
-    if not grouping.groups:
-        return
-    pipelines = Counter(
-        tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in grouping.groups
-    )
-    yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
+        multisets = (zip(forms, group, strict=True) for group in grouping.groups)
+        pipelines = Counter(tuple(form for form, n in multiset for _ in range(n)) for multiset in multisets)
+        if pipelines:
+            yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
 
 
 def _improved(candidate: SearchCandidate, until: float | None) -> SearchCandidate:
-    start = Counter(dict(candidate.partition.pipelines))
-    partition = candidate.bench.improved(start, candidate.partition.idle, until)
-    return SearchCandidate(candidate.bench, partition, candidate.groups, candidate.together, candidate.origin)
+    partition = candidate.partition
+    return replace(candidate, partition=candidate.bench.improved(dict(partition.pipelines), partition.idle, until))
 
 
-def _bench(
-    costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
-) -> Bench:
-    forms = list(forms_of(groups))
-    least = dict.fromkeys(forms, math.inf)
+def _bench(prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]) -> Bench:
+    least = dict.fromkeys(forms_of(groups), math.inf)
     for group in groups:
         least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
-    return Bench(prices, forms, [least[form] for form in forms], micro_batches, alone=costs.ranks == 1)
+    return Bench(prices, list(least), list(least.values()), micro_batches)
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
     """Return the micro-batch sizes to try, and a size; the first larger one without gain ends the search."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
-    sizes = [1]
-    while 2 * sizes[-1] <= min(sequences, LARGEST):
-        sizes.append(2 * sizes[-1])
-    return sizes, 2 * useful // length
+    return [size for size in SIZES if size <= sequences], 2 * useful // length

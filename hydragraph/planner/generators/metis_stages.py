@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from hydragraph.spec.strategy import Strategy
 
 # All orders of these types are tried.
 _MOST_TYPES = 5
+_FLYING = (1, 2, 4, 8, 16)
 # Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
@@ -78,8 +79,8 @@ def staged(
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
             continue
-        for flying in _flying(costs.outline.layers):
-            if is_late(until):
+        for flying in _FLYING:
+            if flying >= 2 * costs.outline.layers or is_late(until):
                 break
             profile = _profile(costs, layers, length, flying)
             largest = max(tp for _, tp, _ in layers)
@@ -115,10 +116,7 @@ class TypedDevices:
             if math.isfinite(rate):
                 kind = cluster.type_of(rank) + (f" at rate {rate:g}" if rate > 1 else "")
                 nodes.setdefault((cluster.node_of(rank), kind), []).append(rank)
-        if not nodes:
-            raise Unsupported(
-                "all devices are lost", where="plan", remedy="give at least one rank a finite health rate"
-            )
+
         # This order keeps groups of 1, 2, 4, ... ranks from spanning two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
@@ -146,13 +144,6 @@ class TypedDevices:
     def example(self, kind: str, count: int) -> tuple[int, ...] | None:
         largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
         return tuple(largest[:count]) if len(largest) >= count else None
-
-
-def _flying(layers: int) -> Iterator[int]:
-    flying = 1
-    while flying < 2 * layers and flying <= 16:
-        yield flying
-        flying *= 2
 
 
 def _found(problem: MetisProblem, order: Order, until: float | None) -> FoundPlan | None:

@@ -42,7 +42,7 @@ def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
 
 
 @partial(compiled, shared=True)
-def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> tuple[float, float, Ints, Ints]:
+def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> tuple[float, Ints, Ints]:
     """Spread layers over the stages of a pipeline.
 
     Args:
@@ -52,17 +52,16 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
         cap: maximum number of layers [S, O]; 0 excludes an option.
 
     Returns:
-        Sum and maximum of the stages' seconds (infinite if the layers do not fit), layers [S], and options [S].
+        Sum of the stages' seconds (infinite if the layers do not fit), layers [S], and options [S].
     """
     stages, options = layer.shape
     best_layers = np.zeros(stages, np.int64)
     best_options = np.zeros(stages, np.int64)
     best = np.inf
     best_sum = np.inf
-    best_max = np.inf
     least = least_bound(layers, layer, extra, cap)
     if not least < np.inf:
-        return best_sum, best_max, best_layers, best_options
+        return best_sum, best_layers, best_options
     top = 0.0
     seconds_below_zero = np.full(stages, -np.inf)
     for s in range(stages):
@@ -96,12 +95,11 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
             if sum_s + (count - 1) * max_s < best:
                 best = sum_s + (count - 1) * max_s
                 best_sum = sum_s
-                best_max = max_s
                 best_layers = stage_layers.copy()
                 best_options = chosen.copy()
         if bound >= top:
             break
-    return best_sum, best_max, best_layers, best_options
+    return best_sum, best_layers, best_options
 
 
 @compiled

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
@@ -22,6 +22,7 @@ from hydragraph.planner.generators.device_groups import GroupForm
 from hydragraph.planner.generators.group_prices import Prices
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_layers, spread_over, timed
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
 
 Multiset = tuple[int, ...]  # indices of forms, ascending
@@ -78,20 +79,13 @@ class Bench:
         memory: for each form, the bytes that a rank's share of the state leaves free.
     """
 
-    def __init__(
-        self,
-        prices: Prices,
-        forms: Sequence[GroupForm],
-        memory: Sequence[float],
-        micro_batches: int,
-        alone: bool = False,
-    ) -> None:
+    def __init__(self, prices: Prices, forms: Sequence[GroupForm], memory: Sequence[float], micro_batches: int) -> None:
         self.forms = tuple(forms)
         self.micro_batches = micro_batches
         self.layers = prices.layers
         self._prices = prices
         self.memory = tuple(memory)
-        self._alone = alone
+
         self.options = [prices.options(form.site, form.tp) for form in self.forms]
         self._numbers = np.full((len(forms), max(map(len, self.options), default=0), len(NUMBERS)), math.inf)
         for i, form in enumerate(self.forms):
@@ -148,7 +142,7 @@ class Bench:
         return size * float(self._rows[form, 2])
 
     def _passing(self, form: GroupForm) -> float:
-        if self._alone:
+        if self._prices.costs.ranks == 1:
             return 0.0
         site = form.site
         away = 1 - self._prices.within(site)
@@ -238,7 +232,7 @@ class Bench:
         for giving in slowest:
             for form in dict.fromkeys(giving):
                 if len(giving) > 1:
-                    yield _with(now, {giving: _less(giving, form)}), _more(idle, form)
+                    yield _exchanged(now, (giving, _less(giving, form))), _more(idle, form)
                     for taking in now:
                         if taking != giving or now[giving] > 1:
                             yield _exchanged(now, (giving, _less(giving, form)), (taking, _more(taking, form))), idle
@@ -253,7 +247,13 @@ class Bench:
                             yield _exchanged(now, *changed), idle
         for form in dict.fromkeys(idle):
             for taking in now:
-                yield _with(now, {taking: _more(taking, form)}), _less(idle, form)
+                yield _exchanged(now, (taking, _more(taking, form))), _less(idle, form)
+
+
+def pipeline_of(devices: Iterable[Sequence[int]], layers: Sequence[int], kinds: Sequence[StageKind]) -> Pipeline:
+
+    stages = zip(devices, layers, kinds, strict=True)
+    return Pipeline(tuple(Stage.of(tuple(stage_devices), count, kind) for stage_devices, count, kind in stages))
 
 
 def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
@@ -270,10 +270,6 @@ def _less(multiset: Multiset, form: int) -> Multiset:
 
 def _more(multiset: Multiset, form: int) -> Multiset:
     return tuple(sorted((*multiset, form)))
-
-
-def _with(now: Mapping[Multiset, int], changes: Mapping[Multiset, Multiset]) -> dict[Multiset, int]:
-    return _exchanged(now, *changes.items())
 
 
 def _exchanged(now: Mapping[Multiset, int], *changes: tuple[Multiset, Multiset]) -> dict[Multiset, int]:

@@ -7,22 +7,46 @@ also stores messages (`Prices.held`).
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.generators.pipeline_layers import spread
+from hydragraph.spec.stage_kind import StageKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Fields of a `group_prices.Option`.
-NUMBERS = (
-    *("layer_s", "aux_s", "first_s", "last_s"),
-    *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
-)
-_LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
+
+class Option(NamedTuple):
+    """Price of one kind of stage on a group.
+
+    Attributes:
+        aux_s: seconds per micro-batch for aux (values such as rotary tables).
+        layer_s: seconds of a micro-batch's forward and backward in a layer.
+        first_s, last_s: the same in the first and the last block.
+        state_bytes: weights and gradients of a layer.
+        first_bytes, last_bytes: the same for the first and the last block.
+        kept_bytes: activations per layer and micro-batch in flight.
+        own_bytes: working memory and hidden states.
+    """
+
+    kind: StageKind
+    aux_s: float
+    layer_s: float
+    first_s: float
+    last_s: float
+    state_bytes: float
+    first_bytes: float
+    last_bytes: float
+    kept_bytes: float
+    own_bytes: float
+
+
+NUMBERS = Option._fields[1:]
+_AUX, _LAYER, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
 # Columns of a form: slowdown; a rank's bytes besides its share of the state; seconds of pull and push per byte of
 # weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
@@ -81,7 +105,7 @@ def spread_over(
                 extra[s, o] = rate * (option[_AUX] + first * option[_FIRST] + last * option[_LAST])
                 line = held[flying, int(not first)]
                 cap[s, o] = most_layers(option, forms[form, _MEMORY], first, last, line, flying, layers)
-    sum_s, _, stage_layers, chosen = spread(layers, count, layer, extra, cap)
+    sum_s, stage_layers, chosen = spread(layers, count, layer, extra, cap)
     return (stage_layers, chosen) if sum_s < np.inf else (stage_layers[:0], chosen[:0])
 
 

@@ -19,8 +19,8 @@ from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
 from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, free_bytes
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
+from hydragraph.planner.generators.pipelines_of_groups import pipeline_of
 from hydragraph.planner.generators.stage_layout import NUMBERS
-from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
@@ -80,7 +80,7 @@ def simple(
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
     every: list[tuple[str, int, _Groups]] = []
     for number, some in enumerate(sets):
-        for degree in _degrees(costs):
+        for degree in common_degrees(costs):
             groups = _groups(costs, some, degree, sequences * length, safety)
             if groups is None:
                 continue
@@ -123,16 +123,12 @@ def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
 
 
 def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strategy:
-    pipelines = (
-        Pipeline(
-            tuple(Stage.of(groups.ranks[g], n, kind) for g, n, kind in zip(row, laid.layers, laid.kinds, strict=True))
-        )
-        for row in order.tolist()
-    )
-    return Strategy(tuple(pipelines))
+    devices = ([groups.ranks[g] for g in row] for row in order.tolist())
+    return Strategy(tuple(pipeline_of(each, laid.layers, laid.kinds) for each in devices))
 
 
-def _degrees(costs: Costs) -> list[int]:
+def common_degrees(costs: Costs) -> list[int]:
+
     measured = [{kind.tp for kind in costs.profile.of(name).pieces} for name in costs.cluster.types]
     return sorted(filter(costs.sizes.allows, set.intersection(*measured)))
 
@@ -211,7 +207,7 @@ class _Rows:
     def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         most = np.minimum(self._most, layers).astype(np.int64)
         slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
-        total, _, stage_layers, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
+        total, stage_layers, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
         return (stage_layers, chosen) if math.isfinite(total) else (np.zeros_like(stage_layers), chosen)
 
     def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:

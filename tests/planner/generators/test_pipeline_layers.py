@@ -30,7 +30,7 @@ def test_the_slowest_stage_is_as_quick_as_any_split_makes_it(
     pipeline: tuple[int, int, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     layers, count, layer, extra, cap = pipeline
-    total, slowest, found, options = spread(layers, count, layer, extra, cap)
+    total, found, options = spread(layers, count, layer, extra, cap)
     best = np.inf
     least = np.inf
     for split in every(layers, len(layer)):
@@ -47,7 +47,7 @@ def test_the_slowest_stage_is_as_quick_as_any_split_makes_it(
     times = [extra[s, o] + layer[s, o] * n for s, (n, o) in enumerate(zip(found, options, strict=True))]
     assert all(cap[s, o] >= n for s, (n, o) in enumerate(zip(found, options, strict=True)))
     assert total == pytest.approx(sum(times))
-    assert slowest == pytest.approx(max(times))
+    slowest = max(times)
     # Its cost is that of the exact optimum with many micro-batches; with few, of the bounds that are tried.
     cost = total + (count - 1) * slowest
     assert best - 1e-9 <= cost <= best * (1.35 if count < 4 else 1.15) + 1e-9
@@ -55,21 +55,19 @@ def test_the_slowest_stage_is_as_quick_as_any_split_makes_it(
 
 
 def test_many_micro_batches_make_the_slowest_stage_count() -> None:
-    total, slowest, layers, _ = spread(
-        6, 100, np.array([[1.0], [2.0]]), np.zeros((2, 1)), np.full((2, 1), 6, dtype=np.int64)
-    )
+    total, layers, _ = spread(6, 100, np.array([[1.0], [2.0]]), np.zeros((2, 1)), np.full((2, 1), 6, dtype=np.int64))
     assert layers.tolist() == [4, 2]
-    assert (total, slowest) == (8.0, 4.0)
+    assert total == 8.0
 
 
 def test_one_micro_batch_fills_the_quickest_stage() -> None:
-    total, _, layers, _ = spread(6, 1, np.array([[1.0], [2.0]]), np.zeros((2, 1)), np.full((2, 1), 6, dtype=np.int64))
+    total, layers, _ = spread(6, 1, np.array([[1.0], [2.0]]), np.zeros((2, 1)), np.full((2, 1), 6, dtype=np.int64))
     assert layers.tolist() == [5, 1]
     assert total == 7.0
 
 
 def test_memory_makes_a_stage_recompute() -> None:
     layer = np.array([[1.0, 1.5]])
-    total, _, _, options = spread(4, 1, layer, np.zeros((1, 2)), np.array([[3, 4]], dtype=np.int64))
+    total, _, options = spread(4, 1, layer, np.zeros((1, 2)), np.array([[3, 4]], dtype=np.int64))
     assert options.tolist() == [1]
     assert total == 6.0

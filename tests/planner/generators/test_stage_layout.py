@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.planner.generators.device_groups import GroupForm, forms_of, groupings, nodes_of
-from hydragraph.planner.generators.group_prices import Option, Prices
+from hydragraph.planner.generators.group_prices import Prices
 from hydragraph.planner.generators.pipelines_of_groups import Bench
-from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, exposed, most_layers, spread_over, timed
+from hydragraph.planner.generators.stage_layout import (
+    NUMBERS,
+    Option,
+    awaited,
+    exposed,
+    most_layers,
+    spread_over,
+    timed,
+)
 from hydragraph.spec.health import Health
 from tests.cost import priced
 
@@ -16,7 +24,7 @@ SECONDS = st.lists(st.floats(0.1, 5.0), min_size=1, max_size=4)
 
 
 def row(option: Option) -> np.ndarray:
-    return np.array([getattr(option, name) for name in NUMBERS])
+    return np.array(option[1:])
 
 
 def prices_of() -> tuple[Prices, list[GroupForm]]:
