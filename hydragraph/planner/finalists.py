@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import compress, count
@@ -35,10 +35,10 @@ from hydragraph.planner.price_candidate import (
     owners_by_block,
     settle,
     share_out,
-    simulated,
     strategies_of,
 )
-from hydragraph.planner.state_shares import home_of, homes_of
+from hydragraph.planner.price_mini_batches import quickest_home
+from hydragraph.planner.state_shares import home_of
 from hydragraph.planner.traffic_bound import Cards
 from hydragraph.planner.traffic_estimate import Iterations
 from hydragraph.spec.assignment import Assignment
@@ -139,8 +139,8 @@ def proposals(
             assignment, last = share_out(costs, simple_plan.strategy, lengths, simple_plan.together)
             by_strategy[simple_plan.strategy] = Proposal(simple_plan.strategy, assignment, last, last, "simple")
     for one in stages:
-        if one.strategy not in by_strategy:
-            by_strategy[one.strategy] = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
+        proposal = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
+        by_strategy.setdefault(one.strategy, proposal)
     every: dict[Strategy, Proposal] = {}
     cards = Cards(costs)
     carried = (_carried(cards, _busy(first_proposal)) for first_proposal in by_strategy.values())
@@ -178,10 +178,10 @@ def finalists(
     found: Sequence[Proposal],
     near: float,
     until: float | None,
-    known: dict[tuple[Strategy, Assignment], Settled | Shortage] | None = None,
-    moved: Moved | None = None,
-    exactly: Exactly | None = None,
-    clock: TimeEstimates | None = None,
+    known: dict[tuple[Strategy, Assignment], Settled | Shortage],
+    moved: Moved | None,
+    exactly: Exactly,
+    clock: TimeEstimates,
 ) -> Finalists:
     """Choose owners and check memory for the most promising proposals, and simulate the best.
 
@@ -192,15 +192,13 @@ def finalists(
         moved: bytes that change owner under a home; if given, proposals within `near` are sorted by them.
         clock: estimates of earlier calls.
     """
-    known = {} if known is None else known
-    exactly = exactly or partial(simulated, costs)
     began = time.monotonic()
-    clock = clock or TimeEstimates(costs)
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     estimated = {one.strategy for one in estimates}
     others = [other for other in found if other.strategy not in estimated]
-    queue = _Queue(clock, estimates, others, until, near, moved)
+    queue = _Queue(clock, deque(sorted(others, key=lambda each: each.least_s)), until, near, moved)
+    queue.add_all(estimates)
     settled: dict[Strategy, Settled] = {}
     short: list[Shortage] = []
     while True:
@@ -231,35 +229,29 @@ def finalists(
     return Finalists(tuple(settled.values()), tuple(passed), tuple(short))
 
 
+@dataclass(eq=False)
 class _Queue:
     """Queue of proposals, the most promising first, with the micro-batches that a run would form if these are faster.
 
     Forming micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
     """
 
-    def __init__(
-        self,
-        clock: TimeEstimates,
-        estimates: Sequence[Proposal],
-        others: Sequence[Proposal],
-        until: float | None,
-        near: float,
-        moved: Moved | None,
-    ) -> None:
-        self._clock = clock
-        self._until = until
-        self._near = near
-        self._moved = moved
-        self._cut: set[Strategy] = set()
-        self._cut_s = 0.0
-        self._numbers = count()
-        # (seconds, insertion index, whether micro-batches must be formed, proposal)
-        self._heap: list[tuple[float, int, bool, Proposal]] = []
+    _clock: TimeEstimates
+    _others: deque[Proposal]
+    _until: float | None
+    _near: float
+    _moved: Moved | None
+    _cut: set[Strategy] = field(default_factory=set)
+    _cut_s: float = 0.0
+    _numbers: Iterator[int] = field(default_factory=count)
+    # (seconds, insertion index, whether micro-batches must be formed, proposal)
+    _heap: list[tuple[float, int, bool, Proposal]] = field(default_factory=list)
+
+    def add_all(self, estimates: Sequence[Proposal]) -> None:
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
         for proposal in estimates:
             self._promise(proposal)
-        self._others = deque(sorted(others, key=lambda each: each.least_s))
 
     def _add(self, seconds: float, proposal: Proposal, uncut: bool = False) -> None:
         heappush(self._heap, (seconds, next(self._numbers), uncut, proposal))
@@ -274,9 +266,7 @@ class _Queue:
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
-            for estimate in _estimate(self._clock, self._others.popleft()):
-                self._add(estimate.expected_s, estimate)
-                self._promise(estimate)
+            self.add_all(_estimate(self._clock, self._others.popleft()))
 
     def next(self, limit: float) -> Proposal | None:
         self._estimate_others(limit)
@@ -380,20 +370,17 @@ class TimeEstimates:
     """Cache of micro-batches, and of time estimates with traffic that do not check the owners' memory."""
 
     def __init__(self, costs: Costs) -> None:
-        def under(strategy: Strategy) -> list[Iterations]:
-            return [Iterations(costs.changed(home=home), strategy) for home in homes_of(costs, strategy)]
-
         def home(strategy: Strategy) -> Home:
             return home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home
 
-        self._iterations = cache(under)
+        self._estimator = cache(partial(quickest_home, costs))
         self.home = cache(home)
         self.cut = cache(partial(cut, costs))
         self.promised = cache(partial(promised, costs))
         self.seconds = cache(self._seconds)
 
     def _seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        return min(iterations.seconds(assignment) for iterations in self._iterations(strategy))
+        return self._estimator(strategy)(assignment)
 
 
 def _improved(costs: Costs, clock: TimeEstimates, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:

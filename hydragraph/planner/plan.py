@@ -201,15 +201,35 @@ def plan(
         running.check(costs.outline.layers, costs.ranks)
     elif not (running is None or isinstance(running, Plan)):
         raise ValueError(f"'running' is {running!r}: give a plan, a strategy or its text, or leave it out")
+    question = _Question(
+        workload,
+        method,
+        WAYS[method] if solver is None else (PUBLISHED,),
+        running,
+        schedules,
+        streaming and method == "auto" and not deterministic,
+        deterministic,
+        _telling(None if deterministic else improved),
+    )
     with uncollected():
-        ways = WAYS[method] if solver is None else (PUBLISHED,)
-        streaming = streaming and not deterministic
-        seen = _telling(None if deterministic else improved)
+        return _of_one_cut(costs, question, deadline_s) if deterministic else _plan(costs, question, deadline_s)
 
-        def ask(some: Costs, limit_s: float | None) -> Plan:
-            return _plan(some, workload, method, running, limit_s, ways, schedules, streaming, deterministic, seen)
 
-        return _of_one_cut(costs, deadline_s, ask) if deterministic else ask(costs, deadline_s)
+@dataclass(frozen=True)
+class _Question:
+    workload: Workload
+    method: Method
+    ways: tuple[Way, ...]
+    running: Plan | Strategy | None
+    schedules: Collection[str]
+    streaming: bool
+    deterministic: bool
+    seen: Callable[[Settled], Settled]
+    until: float | None = None
+
+    @property
+    def near(self) -> float:
+        return 0.0 if self.running is None else NEAR
 
 
 def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled], Settled]:
@@ -225,7 +245,7 @@ def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled
     return seen
 
 
-def _of_one_cut(costs: Costs, deadline_s: float | None, ask: Callable[[Costs, float | None], Plan]) -> Plan:
+def _of_one_cut(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
     cuts = costs.profile.cuts
     each_s = None if deadline_s is None else deadline_s / len(cuts)
     plans: list[Plan] = []
@@ -233,7 +253,7 @@ def _of_one_cut(costs: Costs, deadline_s: float | None, ask: Callable[[Costs, fl
     for cut in cuts:
         some = costs.changed(profile=costs.profile.of_cut(*cut))
         try:
-            plans.append(ask(some, each_s))
+            plans.append(_plan(some, asked, each_s))
         except Unsupported as error:
             refused = refused or error
     if refused is not None and not plans:
@@ -241,24 +261,15 @@ def _of_one_cut(costs: Costs, deadline_s: float | None, ask: Callable[[Costs, fl
     return min(plans, key=lambda each: each.seconds)
 
 
-def _plan(
-    costs: Costs,
-    workload: Workload,
-    method: Method,
-    running: Plan | Strategy | None,
-    deadline_s: float | None,
-    ways: Sequence[Way],
-    schedules: Collection[str],
-    streaming: bool,
-    deterministic: bool,
-    seen: Callable[[Settled], Settled],
-) -> Plan:
+def _plan(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
     began = time.monotonic()
+    workload = asked.workload
+    running = asked.running
     _check_copies(costs)
     check_nodes(costs)
     check_labels(costs, workload)
     until = None if deadline_s is None else began + SEARCHING * deadline_s
-    near = NEAR if running is not None else 0.0
+    asked = replace(asked, until=until)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home.without_rule
     if isinstance(running, Strategy) and costs.home.rule is not None:
@@ -271,21 +282,18 @@ def _plan(
     # The order ignores rates during replanning, so a rank that becomes slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
-    asked = _Question(workload, method, tuple(ways), near, until, seen)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
-    streaming = streaming and method == "auto"
-    allowed = schedules if ways and PUBLISHED not in ways else None
-    looked = _extended(costs, workload, looked, until, streaming, allowed)
-    if deterministic:
+    looked = _extended(costs, asked, looked)
+    if asked.deterministic:
         looked = replace(looked, settled=tuple(one_by_one(costs, each) for each in looked.settled), passed=())
     if workload.lengths and not listed and until is None:
         looked = _exact(costs, looked)
     for settled in looked.settled:
-        seen(settled)
+        asked.seen(settled)
     # A strategy that does not fit the longest sequence may be best for other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
-        raise nothing_fits(costs, workload, looked.short, safety, streaming)
+        raise nothing_fits(costs, workload, looked.short, safety, asked.streaming)
     least = bound_of(costs, workload.batches)
     best = min(settled.seconds for settled in able)
 
@@ -293,12 +301,12 @@ def _plan(
         streams = each.strategy.streams
         return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
 
-    chosen = min((settled for settled in able if settled.seconds <= best * (1 + near)), key=preference)
+    chosen = min((settled for settled in able if settled.seconds <= best * (1 + asked.near)), key=preference)
     if until is None and not (chosen.simulated or workload.lengths):
         chosen = simulated(costs, chosen)
-    if chosen.simulated and not (workload.lengths or is_late(until) or deterministic):
+    if chosen.simulated and not (workload.lengths or is_late(until) or asked.deterministic):
         chosen = as_run(costs, chosen)
-    useful = _useful(costs, workload, chosen, looked.settled, deterministic) if workload.lengths else [chosen]
+    useful = _useful(costs, asked, chosen, looked.settled) if workload.lengths else [chosen]
     took = time.monotonic() - began
     used = {*chosen.strategy.devices, *costs.health.lost}
     return Plan(
@@ -319,16 +327,6 @@ def _plan(
         explanation(costs, workload, chosen, least, 0 if running is None else moved(chosen.home), took),
         tuple(rank for rank in range(costs.ranks) if rank not in used),
     )
-
-
-@dataclass(frozen=True)
-class _Question:
-    workload: Workload
-    method: Method
-    ways: tuple[Way, ...]
-    near: float
-    until: float | None
-    seen: Callable[[Settled], Settled]
 
 
 def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
@@ -361,15 +359,10 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     return (looked if listed else told(looked, order)), safety
 
 
-def _extended(
-    costs: Costs,
-    workload: Workload,
-    looked: Finalists,
-    until: float | None,
-    streaming: bool,
-    schedules: Collection[str] | None,
-) -> Finalists:
-    if streaming:
+def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
+    workload = asked.workload
+    until = asked.until
+    if asked.streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
         if math.isinf(below_s):  # no plan fits
@@ -378,9 +371,10 @@ def _extended(
         settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Settled))
         short = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Shortage))
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)
-    if schedules is not None:
+    if asked.ways and PUBLISHED not in asked.ways:
         able = [candidate for candidate in looked.settled if math.isfinite(candidate.seconds)]
-        looked = replace(looked, settled=(*looked.settled, *refined(costs, able, schedules, until, streaming)))
+        further = refined(costs, able, asked.schedules, until, asked.streaming)
+        looked = replace(looked, settled=(*looked.settled, *further))
     return looked
 
 
@@ -408,7 +402,7 @@ def _looked_at(
         every.append(([], _staged(costs, typical, method, until)))
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
     if workload.lengths:
-        return _varying(costs, workload, every, plain, method == "auto", until, safety)
+        return _varying(costs, asked, every, plain, safety)
     outcomes: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
     passed: list[Proposal] = []
     clock = TimeEstimates(costs)
@@ -483,13 +477,13 @@ def _staged(costs: Costs, typical: Workload, method: Method, until: float | None
 
 def _varying(
     costs: Costs,
-    workload: Workload,
+    asked: _Question,
     every: Sequence[tuple[list[SearchCandidate], list[Staged]]],
     plain: Sequence[Simple],
-    improving: bool,
-    until: float | None,
     safety: float,
 ) -> Finalists:
+    workload = asked.workload
+    until = asked.until
     varied = Varied(costs, workload.batches)
     outcomes: dict[Strategy, Settled | Shortage] = {}
     origins: dict[Strategy, str] = {}
@@ -498,7 +492,7 @@ def _varying(
         settle_best(varied, search_origins, until, outcomes)
         origins = {**search_origins, **origins}
     able = [s for s, outcome in outcomes.items() if isinstance(outcome, Settled) and math.isfinite(outcome.seconds)]
-    if improving and able:
+    if asked.method == "auto" and able:
         yards = [Yard(costs, workload, reach, safety) for reach in _reaches(workload)]
         for start in _starts(varied):
             climbed(varied, yards, start, until)
@@ -563,10 +557,8 @@ def _rivals(chosen: Settled, looked: Finalists, running: bool) -> tuple[Rival, .
     return tuple(rivals)
 
 
-def _useful(
-    costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled], deterministic: bool
-) -> list[Settled]:
-    varied = Varied(costs, workload.batches)
+def _useful(costs: Costs, asked: _Question, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
+    varied = Varied(costs, asked.workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)
     left = list(settled)
@@ -586,7 +578,7 @@ def _useful(
         )
         if isinstance(owned, Shortage):
             continue
-        owned = one_by_one(costs, owned) if deterministic else owned
+        owned = one_by_one(costs, owned) if asked.deterministic else owned
         kept.append(owned)
         now = [min(a, b) for a, b in zip(now, owned.by_batch, strict=True)]
     return kept

@@ -58,14 +58,9 @@ class Varied:
             alone = mean([assigned[b].seconds if b in assigned else math.inf for b in self.batches])
             if math.isfinite(below_s) and alone >= below_s:
                 return (math.inf,) * len(self.batches)
-            traffic = self._traffic(strategy)
+            traffic = quickest_home(self.costs, strategy)
             self.priced[strategy] = self._of_each(lambda b: traffic(assigned[b]) if b in assigned else math.inf)
         return self.priced[strategy]
-
-    def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
-        homes = homes_of(self.costs, strategy)
-        estimators = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
-        return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
         return mean(self.by_batch(strategy, below_s))
@@ -198,6 +193,12 @@ def _assigned(
     if simulating:
         return assignment, owned.simulate(strategy, assignment).seconds
     return assignment, traffic_in_line(owned, strategy)(assignment)
+
+
+def quickest_home(costs: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
+    """Return an estimate of the iteration time with the best owners, ignoring memory."""
+    estimators = [traffic_in_line(costs.changed(home=home), strategy) for home in homes_of(costs, strategy)]
+    return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:

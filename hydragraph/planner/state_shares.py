@@ -100,27 +100,24 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     # Idle ranks own state only if other ranks lack room, or if copies need another node.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
-        if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
+        if parts is None:
+            continue
+        if given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
             shares = np.round(parts / parts.max(), PLACES)  # coarser rounding would change the node's half
         else:
-            shares = None if parts is None else _rounded(parts, free)
-        if (
-            shares is not None
-            and len({node for node, share in zip(nodes, shares, strict=True) if share}) >= given.copies
-        ):
-            if float(shares.min()) == float(shares.max()):
-                return Home(copies=given.copies, nodes=given.nodes)
-            return Home(tuple(map(_plain, shares)), copies=given.copies, nodes=given.nodes)
+            shares = _rounded(parts, free)
+        if len({node for node, share in zip(nodes, shares, strict=True) if share}) >= given.copies:
+            equal = float(shares.min()) == float(shares.max())
+            return Home(None if equal else tuple(map(_plain, shares)), copies=given.copies, nodes=given.nodes)
     return None
 
 
 def _rounded(parts: Floats, room: Floats) -> Floats:
     relative = parts / parts.max()
-    shares: Floats = relative
     for steps in STEPS:
         rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
         for _ in range(CORRECTED):
-            shares = np.asarray(rounded / steps)
+            shares = rounded / steps
             full = shares > room * shares.sum()
             if not full.any():
                 return np.asarray(shares)

@@ -1,11 +1,23 @@
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 import hydragraph as hg
 from hydragraph.planner import finalists as module
-from hydragraph.planner.finalists import Moved, TimeEstimates, finalists, proposals, unlike
+from hydragraph.planner import price_mini_batches
+from hydragraph.planner.finalists import (
+    Exactly,
+    Finalists,
+    Moved,
+    Proposal,
+    TimeEstimates,
+    finalists,
+    proposals,
+    unlike,
+)
 from hydragraph.planner.generators.malleus_autohet import TOGETHER, search
 from hydragraph.planner.generators.symmetric import Simple, simple
 from hydragraph.planner.micro_batch_sizes import cut
@@ -18,12 +30,28 @@ from tests.cost import priced
 from tests.thorough import first, only
 
 LENGTHS = [700] * 12
+Known = dict[tuple[hg.Strategy, Assignment], Settled | Shortage]
+
+
+def selected(
+    costs: hg.Costs,
+    found: Sequence[Proposal],
+    near: float = 0.0,
+    until: float | None = None,
+    known: Known | None = None,
+    moved: Moved | None = None,
+    exactly: Exactly | None = None,
+    clock: TimeEstimates | None = None,
+) -> Finalists:
+    known = {} if known is None else known
+    exactly = exactly or partial(simulated, costs)
+    return finalists(costs, found, near, until, known, moved, exactly, clock or TimeEstimates(costs))
 
 
 def test_the_best_is_simulated_and_what_was_passed_ends_later() -> None:
     costs = priced.costs(4, priced.mixed(), hg.Health({1: 2.57}))
     found = proposals(costs, LENGTHS, search(costs, 12, 700, TOGETHER), [], simple(costs, 12, 700, [1, 2]))
-    last = finalists(costs, found, 0.0, None)
+    last = selected(costs, found)
     best = min(each.seconds for each in last.settled)
     assert all(each.simulated for each in last.settled)
     for each in last.passed:
@@ -50,7 +78,7 @@ def test_micro_batches_are_formed_before_a_proposal_is_settled(monkeypatch: pyte
     costs = priced.costs(6, priced.cluster(2))
     pipeline = hg.Strategy.parse("<tp1,pp2>", 6)
     found = proposals(costs, LENGTHS, [], [], [Simple(pipeline, len(LENGTHS), 1.0)])
-    (one,) = finalists(costs, found, 0.0, None).settled
+    (one,) = selected(costs, found).settled
     assert found[0].assignment.counts == (1,)
     assert one.assignments == (cut(costs, pipeline, LENGTHS)[0],)
 
@@ -59,16 +87,17 @@ def test_searches_share_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = priced.costs(6, priced.mixed())
     found = proposals(costs, LENGTHS, [], [], simple(costs, 12, 700, [1, 2]))
     clock = TimeEstimates(costs)
-    known: dict[tuple[hg.Strategy, Assignment], Settled | Shortage] = {}
-    before = finalists(costs, found, 0.0, None, known, clock=clock)
-    monkeypatch.setattr(module, "Iterations", None)
-    assert finalists(costs, found, 0.0, None, known, clock=clock) == before
+    known: Known = {}
+    before = selected(costs, found, known=known, clock=clock)
+    for each in (module, price_mini_batches):
+        monkeypatch.setattr(each, "Iterations", None)
+    assert selected(costs, found, known=known, clock=clock) == before
 
 
 def test_a_plan_is_there_however_late_it_is() -> None:
     costs = priced.costs(6, priced.mixed())
     found = proposals(costs, LENGTHS, [], [], simple(costs, 12, 700, [1]))
-    last = finalists(costs, found, 0.0, time.monotonic() - 1)
+    last = selected(costs, found, 0.0, time.monotonic() - 1)
     assert len(last.settled) == 1
     assert not last.settled[0].simulated
 
@@ -80,7 +109,7 @@ def test_of_equally_good_plans_the_one_that_moves_least_is_looked_at_first() -> 
 
     def first(near: float, moved: Moved | None) -> hg.Strategy:
         looked_at: dict[tuple[hg.Strategy, hg.Assignment], Settled | Shortage] = {}
-        finalists(costs, found, near, None, looked_at, moved)
+        selected(costs, found, near, None, looked_at, moved)
         return next(strategy for strategy, _ in looked_at)
 
     def of_first_rank(home: hg.Home) -> int:
@@ -98,7 +127,7 @@ def test_what_the_best_estimate_excluded_is_looked_at_if_its_plan_takes_longer(m
     some = [hg.Strategy.parse(text, 6) for text in ("4*<tp1,pp1>", "<tp1,pp4>", "<[0]x6> + <[1]x6>")]
     found = proposals(costs, LENGTHS, [], [], [Simple(each, 1, 1.0) for each in some])
     names = [each.strategy for each in found]
-    plain = finalists(costs, found, 0.0, None)
+    plain = selected(costs, found)
     assert [each.strategy for each in plain.settled] == names[:1]
     seconds = {each.strategy: each.expected_s for each in found}
 
@@ -107,7 +136,7 @@ def test_what_the_best_estimate_excluded_is_looked_at_if_its_plan_takes_longer(m
         later = 1.01 * max(seconds.values()) if each.strategy == names[0] else exact.seconds
         return replace(exact, by_batch=(later,))
 
-    assert {each.strategy for each in finalists(costs, found, 0.0, None, exactly=delayed).settled} >= set(names[:2])
+    assert {each.strategy for each in selected(costs, found, exactly=delayed).settled} >= set(names[:2])
 
 
 def test_what_cards_must_carry_is_expected() -> None:
@@ -142,7 +171,7 @@ def test_pipelines_behind_a_link_that_costs_more_than_they_save_are_left_out() -
     near, far = (Node("fast", n, priced.FAST, Interconnect(1e6, 1e-6)) for n in (4, 1))
     costs = priced.costs(6, Cluster.of(types, (near, far)))
     found = proposals(costs, LENGTHS, [], [], [Simple(hg.Strategy.parse("5*<tp1,pp1>", 6), 1, 1.0)])
-    last = finalists(costs, found, 0.0, None)
+    last = selected(costs, found)
     best = min(last.settled, key=lambda each: each.seconds)
     assert best.strategy == hg.Strategy.parse("4*<tp1,pp1>", 6)
     assert best.seconds < 0.9 * costs.simulate(found[0].strategy, found[0].assignment).seconds
@@ -153,7 +182,7 @@ def test_a_group_of_unlike_rates_owns_alike_where_pieces_would_travel_over_slow_
     cluster = Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (node,))
     costs = priced.costs(2, cluster, hg.Health(dict.fromkeys((1, 2, 3), 2.57)), elements=100_000)
     found = proposals(costs, LENGTHS, [], [], [Simple(hg.Strategy.parse("<tp4,pp1>", 2), 1, 1.0)])
-    (one,) = finalists(costs, found, 0.0, None).settled
+    (one,) = selected(costs, found).settled
     assert one.home == hg.Home()
     uneven = settle(costs, one.strategy, found[0].assignment, "", 1.0)
     assert isinstance(uneven, Settled)
