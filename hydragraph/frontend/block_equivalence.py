@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 from unittest import mock
 
@@ -58,18 +58,16 @@ def refuse_state_around(
 ) -> None:
     """Run the model twice while `opaque` replaces its blocks; raise Unsupported if the two runs differ."""
     notes = []
-    try:
-        with meta_as_cpu(), opaque:
-            module(batch)  # a first call may create state
-            for _ in range(2):
-                noted = _Notes(module, list(batch.values()))
-                with noted:
-                    result = module(batch)
-                notes.append(noted.all(result))
-    except Exception:  # the trace that follows reports this error
-        return
-    refuse_own_backward(result, where)
-    _refuse_difference(notes[0], notes[1], where)
+    with suppress(Exception), meta_as_cpu(), opaque:  # the trace that follows reports an error
+        module(batch)  # a first call may create state
+        for _ in range(2):
+            noted = _Notes(module, list(batch.values()))
+            with noted:
+                result = module(batch)
+            notes.append(noted.all(result))
+    if len(notes) == 2:
+        refuse_own_backward(result, where)
+        _refuse_difference(notes[0], notes[1], where)
 
 
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
