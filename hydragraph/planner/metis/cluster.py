@@ -66,12 +66,10 @@ class MetisCluster:
         """Read Metis's files: hosts as lines like `0.0.0.1 slots=4`, and types as JSON by address."""
         record = json.loads(Path(types).read_text(encoding="utf-8"))
         nodes = []
-        for line in Path(hosts).read_text(encoding="utf-8").splitlines():
+        for line in filter(str.strip, Path(hosts).read_text(encoding="utf-8").splitlines()):
             match = re.fullmatch(r"\s*(\S+)\s+slots=(\d+)\s*", line)
             if match is None:
-                if line.strip():
-                    raise ValueError(f"{hosts}: {line!r} is not a host: write it like '0.0.0.1 slots=4'")
-                continue
+                raise ValueError(f"{hosts}: {line!r} is not a host: write it like '0.0.0.1 slots=4'")
             if match[1] not in record:
                 raise ValueError(f"{hosts} names {match[1]}, but {types} has no entry for this address: add one")
             nodes.append((record[match[1]]["instance_type"], int(match[2])))

@@ -132,16 +132,9 @@ def options_of(tables: Tables, kinds: Ints, shapes: Shapes, batches: int) -> Opt
 
 # numba takes seconds to compile np.concatenate.
 @compiled
-def write_row(rows: Floats, number: int, values: Floats) -> None:
-    for column in range(values.size):
-        rows[number, column] = values[column]
-
-
-@compiled
 def longer(rows: Floats, count: int) -> Floats:
     padded = np.zeros((count, rows.shape[1]), rows.dtype)
-    for number in range(rows.shape[0]):
-        write_row(padded, number, rows[number])
+    padded[: rows.shape[0]] = rows
     return padded
 
 
@@ -156,16 +149,14 @@ def replica_rows(
         kind = kinds[start + i * width]
         if i > 0 and shares[i] == shares[i - 1] and kind == kinds[start + (i - 1) * width]:
             continue
-        for layer in range(upto.shape[1]):
-            upto[rows, layer] = 0.0
+        upto[rows] = 0.0
         digit = 1
         while digit <= shares[i]:
             if shares[i] & digit:
                 m = size_index(tables, digit)
                 if m < 0 or not tables.known[kind, d, m]:
                     return -1
-                for layer in range(upto.shape[1]):
-                    upto[rows, layer] += tables.upto[kind, d, m, layer]
+                upto[rows] += tables.upto[kind, d, m]
             digit *= 2
         if shares[i] < 0:
             return -1
@@ -279,17 +270,14 @@ def best_labels(
     latest_at = np.full(ranks + 1, np.inf)
     for rank in range(ranks - 1, -1, -1):
         latest_at[rank] = min(latest_at[rank + 1], o.ahead[rank])
-    for i in range(3):
-        value[0, 1 + i] = least[0, 0, i]
+    value[0, 1:4] = least[0, 0]
     value[0, 5] = np.inf
     origin[0, 0] = -1
     origin[0, 3] = -1
     heads[0, 0] = 0
     label_count = 1
     last = -1
-    smallest = ranks
-    for size in o.size:
-        smallest = min(smallest, size)
+    smallest = o.size.min()
     new = np.zeros(6)
     for start in range(ranks):
         for option in range(o.begin[start], o.begin[start + 1]):
@@ -350,7 +338,7 @@ def added(
     if made == value.shape[0]:
         value = longer(value, 2 * made)
         origin = longer(origin, 2 * made)
-    write_row(value, made, new)
+    value[made] = new
     origin[made, 0] = before
     origin[made, 1] = option
     origin[made, 2] = end

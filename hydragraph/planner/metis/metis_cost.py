@@ -183,15 +183,12 @@ def stage_ms(
             return np.inf
         return float(tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first])
     shares = samples_of(tables, kinds, start, size, dp, d, tables.batch // batches)
+    group = size // dp
     slowest = 0.0
     for i in range(dp):
-        if (
-            i > 0
-            and shares[i] == shares[i - 1]
-            and kinds[start + i * (size // dp)] == kinds[start + (i - 1) * (size // dp)]
-        ):
-            continue
-        slowest = max(slowest, replica_ms(tables, kinds[start + i * (size // dp)], d, shares[i], first, end))
+        kind = kinds[start + i * group]
+        if i == 0 or shares[i] != shares[i - 1] or kind != kinds[start + (i - 1) * group]:
+            slowest = max(slowest, replica_ms(tables, kind, d, shares[i], first, end))
     return slowest
 
 
@@ -223,11 +220,9 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         kind = kinds[start + i * group]
         speed[i] = 1.0 / tables.upto[kind, d, m, tables.share.size] if m >= 0 and tables.known[kind, d, m] else np.nan
         total += speed[i]
-    replica_samples = np.zeros(dp, dtype=np.int64)
     if not total > 0:
-        for i in range(dp):
-            replica_samples[i] = -1
-        return replica_samples
+        return np.full(dp, -1, dtype=np.int64)
+    replica_samples = np.zeros(dp, dtype=np.int64)
     over = np.zeros(dp)
     rest = samples
     for i in range(dp):
@@ -236,10 +231,7 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         over[i] = exact - replica_samples[i]
         rest -= replica_samples[i]
     for _ in range(rest):
-        largest = 0
-        for i in range(1, dp):
-            if over[i] > over[largest]:
-                largest = i
+        largest = np.argmax(over)
         replica_samples[largest] += 1
         over[largest] = -1.0
     return replica_samples

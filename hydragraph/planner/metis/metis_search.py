@@ -34,7 +34,6 @@ class FoundPlan(StagePlan):
     cost: float
     steps: int
     claimed: float | None = None
-    claimed_plan: StagePlan | None = None
 
 
 def search(
@@ -94,23 +93,22 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
 
 def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
     steps = 0
-    # (cost, types, micro-batches, plan): the cheapest plan that can train, and the plan that Metis reports
-    least: list[tuple[float, tuple[str, ...], int, Ints]] = [(np.inf, (), 0, np.zeros((4, 1), np.int64))] * 2
+    best: StagePlan | None = None
+    least = np.inf
+    claimed = np.inf
     for types, rows, twice in _visits(problem):
         kinds = problem.kinds(types)
         places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
-        taken, costs, batches, plans = walk(
-            problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages
-        )
+        taken, cost, printed, *plan = walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages)
         steps += 2 * taken if twice else taken
-        for which in range(2):
-            if costs[which] < least[which][0]:
-                least[which] = float(costs[which]), types, int(batches[which]), plans[which]
-    if not np.isfinite(least[0][0]):
+        claimed = min(claimed, printed)
+        if cost < least:
+            least = cost
+            best = _plan(problem, types, *plan)
+    if best is None:
         raise ValueError(_nothing(problem, True))
-    plan, printed = (_plan(problem, *each[1:]) for each in least)
-    return FoundPlan(**vars(plan), cost=least[0][0], steps=steps, claimed=least[1][0], claimed_plan=printed)
+    return FoundPlan(**vars(best), cost=least, steps=steps, claimed=claimed)
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:

@@ -51,7 +51,7 @@ def walk(
     max_tp: int,
     mixed_tp: bool,
     stages: int,
-) -> tuple[int, Floats, Ints, Ints]:
+) -> tuple[int, float, float, int, Ints]:
     """Walk the degrees of each division into S stages.
 
     Args:
@@ -60,32 +60,30 @@ def walk(
         stages: number of stages that Metis counts when it first prices a plan.
 
     Returns:
-        The number of steps. Then, for the cheapest plan that can train and for the plan whose cost Metis's program
-        reports: cost (infinite if there is none) [2], number of micro-batches [2], and groups, dp, tp and first layers
-        [2, 4, S + 1].
+        The number of steps; the cost of the cheapest plan that can train (infinite if there is none); the cost that
+        Metis's program reports; the cheapest plan's number of micro-batches, and its groups, dp, tp and first layers
+        [4, S + 1].
     """
     count = divisions.shape[1]
     layers = tables.share.size
     split = np.repeat(tables.share / PIECES, PIECES)
-    groups = np.zeros(count, dtype=np.int64)
-    dp = np.zeros(count, dtype=np.int64)
-    tp = np.zeros(count, dtype=np.int64)
     bounds = np.zeros(count + 1, dtype=np.int64)
     limits = np.zeros(count)
     left = np.zeros(count)
     lacking = np.zeros(count)
     steps = 0
-    costs = np.full(2, np.inf)
-    micro_batches = np.zeros(2, dtype=np.int64)
-    plans = np.zeros((2, 4, count + 1), dtype=np.int64)
+    best = np.inf
+    claimed = np.inf
+    micro_batches = 0
+    plan = np.zeros((4, count + 1), dtype=np.int64)
     for row in range(divisions.shape[0]):
-        groups[:] = divisions[row]
+        groups = divisions[row]
         capacity_mb(tables, kinds, groups, limits)
         for batches in range(tables.batch, 0, -1):
             if tables.batch % batches:
                 continue
-            dp[:] = groups
-            tp[:] = 1
+            dp = groups.copy()
+            tp = np.ones_like(groups)
             pending_steps = 0
             has_left = False
             has_lacking = False
@@ -104,21 +102,16 @@ def walk(
                     steps += pending_steps
                     pending_steps = 0
                     cost = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
-                    printed = cost
+                    claimed = min(claimed, cost)
                     if stages < count:
-                        first = price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum()
-                        printed = min(first, cost)
-                    for which in range(2):
-                        value = printed if which else cost
-                        if value < costs[which] and (
-                            which == 1 or can_train(places, groups, tp, bounds, layers, mixed_tp)
-                        ):
-                            costs[which] = value
-                            micro_batches[which] = batches
-                            plans[which, 0, :count] = groups
-                            plans[which, 1, :count] = dp
-                            plans[which, 2, :count] = tp
-                            plans[which, 3] = bounds
+                        claimed = min(claimed, price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum())
+                    if cost < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
+                        best = cost
+                        micro_batches = batches
+                        plan[0, :count] = groups
+                        plan[1, :count] = dp
+                        plan[2, :count] = tp
+                        plan[3] = bounds
                     if attempt == 1:
                         break
                 pending_steps += 1
@@ -128,7 +121,7 @@ def walk(
                     more = change(dp, tp, left)
                 else:
                     more = change(dp, tp, 1.0 / dp)
-    return steps, costs, micro_batches, plans
+    return steps, best, claimed, micro_batches, plan
 
 
 @compiled
@@ -251,11 +244,8 @@ def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batche
         found[s] = 1.0 / took if took != 0 else 0.0
         total += found[s]
         start += groups[s]
-    if not total > 0:
-        return False
-    for s in range(groups.size):
-        found[s] /= total
-    return True
+    found /= total
+    return bool(total > 0)
 
 
 @compiled
@@ -272,21 +262,16 @@ def memory_mb(
     for s in range(groups.size):
         d = degree_index(tp[s])
         first, end = bounds[s], bounds[s + 1]
+        mbs = tables.batch // batches // dp[s]
         demand[s] = LEAST_MB
         if tables.per_rank:
             needed = 0.0
             for rank in range(start, start + groups[s]):
                 if rank == start or kinds[rank] != kinds[rank - 1]:
-                    mbs = tables.batch // batches // dp[s]
                     needed = max(needed, layers_mb(tables, kinds[rank], d, mbs, first, end))
-            if not np.isfinite(needed):
-                return False
             demand[s] += needed * tables.factor
         elif one_type(kinds, start, groups[s]):
-            needed = layers_mb(tables, kind, d, tables.batch // batches // dp[s], first, end)
-            if not np.isfinite(needed):
-                return False
-            demand[s] += needed * tables.factor
+            demand[s] += layers_mb(tables, kind, d, mbs, first, end) * tables.factor
         else:
             shares = samples_of(tables, kinds, 0, kinds.size, dp[s], d, tables.batch // batches)
             for i in range(dp[s]):
@@ -295,13 +280,10 @@ def memory_mb(
                     digit *= 2
                 while digit > 0:
                     if shares[i] & digit:
-                        needed = layers_mb(tables, kind, d, digit, first, end)
-                        if not np.isfinite(needed):
-                            return False
-                        demand[s] += needed * tables.factor
+                        demand[s] += layers_mb(tables, kind, d, digit, first, end) * tables.factor
                     digit //= 2
         start += groups[s]
-    return True
+    return bool(np.isfinite(demand).all())
 
 
 @compiled
@@ -310,10 +292,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
     m = size_index(tables, mbs)
     if m < 0 or not tables.known[kind, d, m]:
         return np.inf
-    total_mb = 0.0
-    for layer in range(first, end):
-        total_mb += tables.memory[kind, d, m, layer]
-    return total_mb
+    return float(tables.memory[kind, d, m, first:end].sum())
 
 
 @compiled
@@ -322,19 +301,15 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
     count = speed.size
     room = np.zeros(count)
     added = np.zeros(count)
-    lowered = np.zeros(count)
+    lowered = speed.copy()
     missing = 0.0
     for s in range(count):
-        lowered[s] = speed[s]
         if limits[s] > demand[s]:
             room[s] = (speed[s] * limits[s] / demand[s]) - speed[s]
         else:
             lowered[s] = speed[s] * (limits[s] / demand[s]) * 0.9
             missing += speed[s] - lowered[s]
-    rooms = 0.0
-    for s in range(count):
-        rooms += room[s]
-    if rooms < missing:
+    if room.sum() < missing:
         return False
     while missing > 0.01:
         total = 0.0
@@ -351,8 +326,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
             missing -= gain
         if missing == before:  # Metis's program would loop forever here
             return False
-    for s in range(count):
-        speed[s] = added[s] + lowered[s]
+    speed[:] = added + lowered
     return True
 
 
@@ -360,25 +334,23 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
 def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None:
     """Divide layers over stages by speed; the last layers may be in no stage."""
     count = speed.size
-    layers = share.size
     owner = np.full(split.size, -1, dtype=np.int64)
     capacity = speed.copy()
     give_pieces_forward(split, capacity, owner)
     give_pieces_to_last(split, capacity, owner)
     give_rest_of_pieces(split, capacity, owner)
-    stage = np.full(layers, -1, dtype=np.int64)
+    stage = np.full(share.size, -1, dtype=np.int64)
     whole_layers(owner, stage, count)
     spare(share, speed, stage, capacity)
     for _ in range(3):
         if not level(share, stage, capacity):
             break
-    sizes = np.zeros(count, dtype=np.int64)
-    for layer in range(layers):
-        if stage[layer] >= 0:
-            sizes[stage[layer]] += 1
-    bounds[0] = 0
+    bounds[:] = 0
+    for owning in stage:
+        if owning >= 0:
+            bounds[owning + 1] += 1
     for s in range(count):
-        bounds[s + 1] = bounds[s] + sizes[s]
+        bounds[s + 1] += bounds[s]
 
 
 @compiled
@@ -454,12 +426,11 @@ def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
     """Write the stage that has more than half of each layer's pieces; other layers get no stage."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
+        pieces[:] = 0
         for q in range(layer * PIECES, (layer + 1) * PIECES):
             pieces[owner[q]] += 1
             if 2 * pieces[owner[q]] > PIECES:
                 stage[layer] = owner[q]
-        for q in range(layer * PIECES, (layer + 1) * PIECES):
-            pieces[owner[q]] = 0
 
 
 @compiled
@@ -485,10 +456,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
     """Move a neighbor's layer to the stage with most capacity left, c, unless a stage would then have more than c."""
     count = capacity.size
-    most = 0
-    for s in range(1, count):
-        if capacity[s] > capacity[most]:
-            most = s
+    most = int(np.argmax(capacity))
     near = -1
     if most > 0:
         near = most - 1

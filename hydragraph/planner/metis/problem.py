@@ -105,7 +105,8 @@ class MetisProblem:
     def tables(self) -> Tables:
         profile = self.profile
         measured = profile.measurements
-        degrees = [tp for tp in _powers(self.max_tp) if any((t, tp) == key[:2] for t in self.types for key in measured)]
+        powers = {1 << i for i in range(self.max_tp.bit_length())}
+        degrees = sorted(powers.intersection(tp for kind, tp, _ in measured if kind in self.types))
         sizes = sorted({size for kind, _, size in measured if kind in self.types})
         shape = (len(self.types), max((tp.bit_length() for tp in degrees), default=1), len(sizes))
         upto = np.zeros((*shape, self.layers + 1))
@@ -151,8 +152,7 @@ class MetisProblem:
         if first is None:
             return np.full(self.layers, 1.0 / self.layers)
         times = np.array(first.layers_ms, dtype=np.float64)
-        share: Floats = times / np.cumsum(times)[-1]
-        return share
+        return np.asarray(times / np.cumsum(times)[-1])
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,6 @@ class StagePlan:
         """Maximum number of sequences that a stage omits, because Metis rounds batch // dp // B down."""
         batch = self.problem.batch
         return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length())]
 
 
 Plan = StagePlan

@@ -36,7 +36,6 @@ def test_every_order_returns_a_plan_with_all_layers_and_devices() -> None:
         assert 16 % each.batches == 0
         assert metis.cost(each) == each.cost
     assert max(tp for _, tp in found["exact"].degrees) <= 4
-    assert found["naive"].claimed_plan is not None
     assert found["exact"].claimed is None
 
 
