@@ -143,6 +143,8 @@ def _split(
         return even
     sizes = tuple(d for d in degrees if d <= degree)
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
+    if not ranked:  # no groups of these sizes use all devices
+        return even
     if place == 1:
         return ranked[0]
     # Fewer groups mean fewer stages and pipelines, so use the fewest with at least 0.9 of the best power.

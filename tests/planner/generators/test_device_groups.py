@@ -77,3 +77,11 @@ def test_symmetric_groupings_have_one_degree() -> None:
     symmetric = groupings(costs, prices, nodes_of(costs), symmetric=True)
     assert {tuple(sorted({g.tp for g in groups})) for groups in both} == {(1,), (2,), (1, 2)}
     assert {tuple(sorted({g.tp for g in groups})) for groups in symmetric} == {(1,), (2,)}
+
+
+def test_a_device_that_no_group_takes_stays_idle() -> None:
+    """With one tensor-parallel degree, as in deterministic runs, groups may not use all devices of a node."""
+    costs = priced.costs(4, priced.cluster(3), Health({1: 2.57}))
+    pairs = costs.changed(profile=costs.profile.of_cut(*next(cut for cut in costs.profile.cuts if cut[0] == 2)))
+    found = groupings(pairs, Prices(pairs, [100]), nodes_of(pairs))
+    assert [[group.tp for group in groups] for groups in found] == [[2]]
