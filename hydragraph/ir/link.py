@@ -60,7 +60,8 @@ class Slices:
     @property
     def leaving(self) -> Bools:
         """Whether each slice moves to another rank."""
-        return self.src != self.dst
+        leaving: Bools = self.src != self.dst
+        return leaving
 
     @property
     def travelling(self) -> Slices:

@@ -47,37 +47,37 @@ class PassResult:
     seconds: float
 
 
-def _shard(spec: VariantSpec, graphs: Any) -> Graphs:
+def _shard(spec: VariantSpec, graphs: Template) -> Graphs:
     """Shard parameters and sizes for this rank, and replace annotations by collectives."""
     return shard(graphs, spec.parameters, spec.part, spec.fused_head)
 
 
-def _fuse_head(spec: VariantSpec, graphs: Any) -> Graphs:
+def _fuse_head(spec: VariantSpec, graphs: ShardedTemplate) -> Graphs:
     """Fuse the head's product and the loss into one operator that never materializes all logits."""
     return replace(graphs, graph=fuse_head(graphs.graph))
 
 
-def _differentiate(spec: VariantSpec, graphs: Any) -> Graphs:
+def _differentiate(spec: VariantSpec, graphs: ShardedTemplate) -> Graphs:
     """Trace forward and backward together, select the values to save, and split the trace into two graphs."""
     return differentiate(spec, graphs)
 
 
-def _accumulate(spec: VariantSpec, graphs: Any) -> Graphs:
+def _accumulate(spec: VariantSpec, graphs: Variant) -> Graphs:
     """Add each weight gradient to the running sum inside the matrix product that computes it."""
     return accumulate(graphs)
 
 
-def _sums_in_pieces(spec: VariantSpec, graphs: Any) -> Graphs:
+def _sums_in_pieces(spec: VariantSpec, graphs: Variant) -> Graphs:
     """Split products into pieces along the tokens, and all-reduce each piece while the next one is computed."""
     return sums_in_pieces(graphs)
 
 
-def _overlap_collectives(spec: VariantSpec, graphs: Any) -> Graphs:
+def _overlap_collectives(spec: VariantSpec, graphs: Variant) -> Graphs:
     """Start collectives early and wait for them late, so that they overlap with weight gradients."""
     return overlap_collectives(graphs)
 
 
-def _compile(spec: VariantSpec, graphs: Any) -> Graphs:
+def _compile(spec: VariantSpec, graphs: Variant) -> Graphs:
     """Compile the graph with Inductor, except for collectives and operators that must run PyTorch's kernels."""
     strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
     return compile_variant(graphs, strides, spec.device, where=spec.where)

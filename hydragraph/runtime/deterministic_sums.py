@@ -20,7 +20,8 @@ import torch
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.exact_sums import MOST
-from hydragraph.spec.strategy import Stage, Strategy
+from hydragraph.spec.pipeline import Stage
+from hydragraph.spec.strategy import Strategy
 
 _WHERE = "deterministic"
 

@@ -152,7 +152,7 @@ def survive(prepared: Ready, struck: Sequence[int]) -> tuple[int, dict[int, floa
 
 def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
     handed = 0
-    start = exchange._Transfer.handed
+    start = exchange.Transfer._handed
 
     def strike(now: str) -> None:
         if exe.steps == step and now == moment:
@@ -174,7 +174,7 @@ def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
 
         return replace(finish, result=result)
 
-    exchange._Transfer.handed = handing  # type: ignore[method-assign, assignment]
+    exchange.Transfer._handed = handing  # type: ignore[method-assign, assignment]
     exe._session.executor.before = lambda instruction: strike("push") if instruction.op is Op.PUSH else None
 
 

@@ -11,6 +11,7 @@ import pytest
 from hydragraph.cost.trace_file import TraceEvent, write_events
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.instruction_trace import Exposed, Timing
+from hydragraph.runtime.streams import Clock
 
 
 def test_waits_add_up_by_stream_and_are_spans_of_computation_and_of_the_message() -> None:
@@ -52,7 +53,7 @@ def test_without_spans_only_waits_are_kept() -> None:
     assert timing.exposed == Exposed(push=timing.exposed.push)
 
 
-class Counting:
+class Counting(Clock):
     """A clock whose readings are numbers of their own."""
 
     def __init__(self) -> None:
