@@ -25,30 +25,18 @@ def pytest_collection_modifyitems(items):
 """
 
 
-RUN = """
-import sys, pytest
-for folder in sys.argv[1:]:
-    pytest.main(["-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", folder, folder])
-"""
-
-
-def run(folder: Path, *cases: str) -> str:
-    """Run one file of tests after the other, each with other named cases."""
-    folders = [folder / str(number) for number, _ in enumerate(cases)]
-    for each, names in zip(folders, cases, strict=True):
-        each.mkdir()
-        (each / "conftest.py").write_text(CONFTEST)
-        (each / "pytest.ini").write_text(
-            "[pytest]\naddopts = -m 'not thorough'\nmarkers =\n    thorough: x\n    only: x\n"
-        )
-        (each / "test_numbers.py").write_text(CASES.replace("NAMES", names))
-    command = [sys.executable, "-c", RUN, *map(str, folders)]
+def run(folder: Path, names: str) -> str:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text(
+        "[pytest]\naddopts = -m 'not thorough'\nmarkers =\n    thorough: x\n    only: x\n"
+    )
+    (folder / "test_numbers.py").write_text(CASES.replace("NAMES", names))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     return done.stdout + done.stderr
 
 
 def test_only_the_named_cases_run_and_a_name_without_a_case_is_an_error(tmp_path: Path) -> None:
-    said = run(tmp_path, '"one"', '"one", "four"')
-    assert "1 passed, 2 deselected" in said
-    assert "test_numbers: no case has the id 'four', which @only names" in said
+    assert "1 passed, 2 deselected" in run(tmp_path, '"one"')
+    assert "test_numbers: no case has the id 'four', which @only names" in run(tmp_path, '"one", "four"')

@@ -45,8 +45,13 @@ def llama() -> Program:
 
 def frozen(program: Program, learns: Callable[[str], bool]) -> Program:
     """Return the program with only those parameters trained whose names `learns` accepts."""
-    parameters = {name: replace(p, trainable=learns(name)) for name, p in program.parameters.items()}
-    return replace(program, parameters=parameters)
+    buckets = []
+    for bucket in program.buckets:
+        trained = tuple(p for p in bucket.parameters if learns(p.name))
+        others = tuple(p for p in bucket.parameters if p not in trained)
+        buckets += [replace(bucket, parameters=trained)] if trained else []
+        buckets += [replace(bucket, name=f"{bucket.name}.frozen", parameters=others, learns=False)] if others else []
+    return replace(program, buckets=tuple(buckets))
 
 
 def costed(strategy: Strategy, tokens: list[int], devices: Cluster) -> CostedWork:

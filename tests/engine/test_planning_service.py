@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
-import sys
-from importlib import import_module
-from multiprocessing.connection import Connection
 from unittest import mock
 
 import pytest
 
 import hydragraph as hg
-from hydragraph.cluster import module_process
 from hydragraph.engine.planning_service import PlanService
 from hydragraph.engine.step_planner import IterationPlanner
 from hydragraph.planner.policy import Policy, static_or_dynamic
@@ -26,33 +21,6 @@ CANDIDATES = [[(8, 1)] * 3, MIXED]
 SETTING = PlanRequest(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
 BATCHES = [tuple(lengths(40, seed, 3000)) for seed in range(3)]
 PATIENCE_S = 300.0  # against hangs only
-
-
-class Forked:
-    """A process of a module, forked from one that has imported the planner."""
-
-    def __init__(self, module: str, **_: object) -> None:
-        context = multiprocessing.get_context("forkserver")
-        (asked, asks), (answers, answered) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-        self._process = context.Process(target=answering, args=(module, asked, answered), daemon=True)
-        self._process.start()
-        self.kill, self.wait, self.pid = self._process.kill, self._process.join, self._process.pid
-        self.stdin, self.stdout = os.fdopen(os.dup(asks.fileno()), "wb"), os.fdopen(os.dup(answers.fileno()), "rb")
-        for end in (asked, asks, answers, answered):
-            end.close()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-
-def answering(module: str, asked: Connection, answered: Connection) -> None:
-    sys.stdin, sys.stdout = os.fdopen(asked.fileno()), os.fdopen(answered.fileno(), "w")
-    module_process.serve(import_module(module).prepare)
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_process, "start_module", Forked)
 
 
 @thorough
@@ -94,7 +62,6 @@ def test_a_request_that_changes_changes_plans_that_were_made_already() -> None:
         service.close()
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_dead_worker_is_replaced_and_its_mini_batch_planned(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hydragraph")
     service = PlanService(SETTING, workers=1, ahead=3)
@@ -131,7 +98,6 @@ def test_signals_to_the_whole_process_group_leave_workers_to_their_service() -> 
     assert service.pids == []
 
 
-@pytest.mark.usefixtures("forked")
 def test_the_queue_is_bounded_and_unknown_mini_batches_are_not_waited_for() -> None:
     service = PlanService(SETTING, workers=1, ahead=1)
     try:
@@ -145,7 +111,6 @@ def test_the_queue_is_bounded_and_unknown_mini_batches_are_not_waited_for() -> N
         PlanService(SETTING, workers=0)
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_late_plan_gives_the_quick_one(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hydragraph")
     planner = IterationPlanner(SETTING, Policy(patience_s=0.0))
@@ -181,7 +146,6 @@ def test_equal_lengths_in_succession_are_planned_once_until_the_request_changes(
     assert [call.args[1] for call in planned.call_args_list] == [BATCHES[i] for i in (0, 0, 1, 0)]
 
 
-@pytest.mark.usefixtures("forked")
 def test_another_planner_takes_over_the_processes_and_forgets_what_they_were_told() -> None:
     policy = Policy(patience_s=PATIENCE_S, ahead=2)
     before, after = IterationPlanner(SETTING, policy), IterationPlanner(SETTING.only(0), policy)
