@@ -136,7 +136,7 @@ def keep() -> Kept:
 
 def make_groups() -> tuple[list[str], int | None]:
     kept, world = keep(), join("cpu")
-    groups = Groups(world, timedelta(minutes=1), watch=world.watch, capacity=1)
+    groups = Groups(world, timedelta(minutes=1), capacity=1)
     log.at_step(7)
     groups.tensor_parallel([(0, 1), (2,)])
     groups.tensor_parallel([(1, 2)])

@@ -53,7 +53,7 @@ class Saver:
         self.wait()
         if self._groups is None:
             world = replace(self._world, backend="gloo")  # only Python objects are sent
-            self._groups = Groups(world, self._timeout, watch=self._world.watch)
+            self._groups = Groups(world, self._timeout)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         with removed_after_error(prepared.scratch, self._world.rank):
             copied = together_own(groups, prepared.what, prepared.snapshot)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 
 from hydragraph.private.process_groups import unbound
-
-
-class _Objects:
-    default: dist.ProcessGroup | None = None
-    group: dist.ProcessGroup | None = None
 
 
 def check_moves(default: dist.ProcessGroup) -> None:
@@ -22,28 +19,22 @@ def check_moves(default: dist.ProcessGroup) -> None:
         )
 
 
+@lru_cache(maxsize=1)
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Return the process group that sends objects as CPU tensors, or None if the default group can send them.
 
     All ranks call this.
     """
-    if moves_cpu_tensors(default):
+    if any(device.type == "cpu" for device in default._device_types):
         return None
-    if _Objects.default is not default:
-        if not dist.is_gloo_available():
-            raise ValueError(
-                f"the default process group (backend {dist.get_backend(default)!r}) cannot send CPU tensors, and "
-                "this PyTorch has no gloo: call init_process_group with a backend for CPU tensors as well"
-            )
-        with unbound():
-            group = dist.new_group(backend="gloo", group_desc="hydragraph-objects")
-        _Objects.default = default
-        _Objects.group = group
-    return _Objects.group
-
-
-def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    return any(device.type == "cpu" for device in group._device_types)
+    if not dist.is_gloo_available():
+        raise ValueError(
+            f"the default process group (backend {dist.get_backend(default)!r}) cannot send CPU tensors, and "
+            "this PyTorch has no gloo: call init_process_group with a backend for CPU tensors as well"
+        )
+    with unbound():
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", group_desc="hydragraph-objects")
+        return group
 
 
 def backend_of(devices: list[str | None]) -> str:

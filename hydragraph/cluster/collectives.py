@@ -254,10 +254,6 @@ class StagedCollectives(StartsAtOnce):
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host
         self._staging = staging
-        self.ranks = host.ranks
-        self.rank = host.rank
-        self.size = host.size
-        self.index = host.index
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._back(self._host.all_reduce(self._staging.outgoing(x)), x)
@@ -295,13 +291,11 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 def all_gather(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of `inp` into `out`, in the order of the group's ranks along dim 0."""
     # PyTorch 2.13 renames this function and `reduce_scatter_tensor`.
-    function = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    work: dist.Work = function(out, inp, group=group, async_op=True)
-    return work
+    function: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(out, inp, group=group, async_op=True)
 
 
 def reduce_scatter(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start a reduce-scatter of `inp` into `out`, in the order of the group's ranks along dim 0."""
-    function = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    work: dist.Work = function(out, inp, group=group, async_op=True)
-    return work
+    function: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(out, inp, group=group, async_op=True)

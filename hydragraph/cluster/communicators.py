@@ -9,8 +9,8 @@ Traffic is separated because a connection is a queue: after 64 MB of weights, a 
     Channel.COMMIT    all ranks           totals of a step, objects         calls
                                           gradients to second owners        the programs' pushes, before the totals
     Channel.MOVE      all ranks           state that moves during a step    windows of state; created if needed
-    _Direction.UP     all ranks           stages' messages to higher ranks  sends, per pair of ranks
-    _Direction.DOWN   all ranks           stages' messages to lower ranks   sends, per pair of ranks
+    Channel.UP        all ranks           stages' messages to higher ranks  sends, per pair of ranks
+    Channel.DOWN      all ranks           stages' messages to lower ranks   sends, per pair of ranks
     tp-0-1-...        ranks of one stage  collectives of its graphs         the stage's instructions
 
 Under NCCL, pulls, pushes and moves use few multiprocessors. All other traffic has high priority, because computation
@@ -25,11 +25,10 @@ import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +37,11 @@ from torch import Tensor
 from hydragraph.cluster.collectives import (
     AnyCollectives,
     Collectives,
-    Guard,
     StagedCollectives,
     all_gather,
     reduce_scatter,
 )
 from hydragraph.cluster.connecting import Pair, connecting_order, pairs
-from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.message_in_flight import Message, Operation, Staging, Works
 from hydragraph.ir.rank_program import RankProgram
@@ -63,17 +60,15 @@ _LENGTH = 8
 
 
 class Channel(Enum):
-    """Kind of traffic between all ranks."""
+    """Kind of traffic between all ranks.
+
+    Each direction of point-to-point traffic has a communicator, because NCCL has one queue per pair of ranks.
+    """
 
     PULL = "pull"
     PUSH = "push"
     COMMIT = "commit"
     MOVE = "move"
-
-
-class _Direction(Enum):
-    """Direction of point-to-point traffic; each has a communicator, because NCCL has one queue per pair of ranks."""
-
     UP = "up"
     DOWN = "down"
 
@@ -82,69 +77,52 @@ class Groups:
     """All communicators of one executable; all ranks create them and call collective methods together.
 
     For a single rank, collectives copy their input to their output and return None.
-
-    Args:
-        watch: failure watch that ends waits when a rank fails. Without it, waits end at the timeout.
     """
 
-    def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
+    def __init__(self, world: World, timeout: timedelta, *, capacity: int = 64) -> None:
         self.world = world
         self._timeout = timeout
-        self._watch = watch
+        self._watch = world.watch
         self._capacity = capacity
-        self._guard: Guard = nullcontext if watch is None else watch.communicating
-        self._waiter = None if watch is None else watch.waiter()
+        self._guard = world.watch.communicating
+        self._waiter = world.watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
         self._told: tuple[Message, ...] = ()  # broadcasts that other ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
-        self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # Groups by sorted ranks, least recently used first, in equal order on all ranks; None if this rank is outside.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()
         if world.ranks > 1:
             began = time.perf_counter()
-            if watch is not None:
-                watch.also_abort(self.abort)  # a rank may be lost while connecting
-            with self._opening():
+            self._watch.also_abort(self.abort)  # a rank may be lost while connecting
+            with self._watch.guarding():
                 for channel in Channel:
                     if channel is not Channel.MOVE:
-                        self._channels[channel] = self._of_all(channel.value)
-                for direction in _Direction:
-                    self._directions[direction] = self._of_all(direction.value)
+                        self._channels[channel] = self._of_all(channel)
                 self._settle()
-                self._connect(*self._channels.values())
+                self._connect(*(self._channels[channel] for channel in (Channel.PULL, Channel.PUSH, Channel.COMMIT)))
             seconds = time.perf_counter() - began
             _LOG.info("created the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
     def call(self, function: Callable[[], T]) -> T:
-        return function() if self._watch is None else self._watch.call(function, self._waiter)
+        return self._watch.call(function, self._waiter)
 
-    def _opening(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.guarding()
-
-    def _of_all(self, name: str) -> dist.ProcessGroup:
-        group = self._new(name, tuple(range(self.world.ranks)))
+    def _of_all(self, channel: Channel) -> dist.ProcessGroup:
+        group = self._new(channel.value, tuple(range(self.world.ranks)))
         assert group is not None
         return group
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
+        settings: dict[str, Any] = {"timeout": self._timeout, "backend": self.world.backend, "pg_options": options}
         # With use_local_synchronization, ranks in unequal numbers of groups would give a group different names.
         # A group bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
-            group = self.call(
-                lambda: dist.new_group(
-                    list(ranks),
-                    timeout=self._timeout,
-                    backend=self.world.backend,
-                    pg_options=options,
-                    group_desc=f"hydragraph-{name}",
-                )
-            )
+            group = self.call(lambda: dist.new_group(list(ranks), group_desc=f"hydragraph-{name}", **settings))
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
@@ -155,8 +133,8 @@ class Groups:
         """Create the communicator `Channel.MOVE`; all ranks call this."""
         if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
-        with self._opening():
-            self._channels[Channel.MOVE] = self._of_all(Channel.MOVE.value)
+        with self._watch.guarding():
+            self._channels[Channel.MOVE] = self._of_all(Channel.MOVE)
             self._settle()
             self._connect(self._channels[Channel.MOVE])
 
@@ -192,7 +170,7 @@ class Groups:
             return
         began = time.perf_counter()
         # gloo's wait on a broken connection may block forever, so the watch's thread waits instead.
-        if self._watch is None or self.world.backend == "nccl":
+        if self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
         else:
@@ -201,7 +179,10 @@ class Groups:
             message.landed()
         self.waited_s += time.perf_counter() - began
 
-    def _move(self, out: Tensor, inp: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Message:
+    def _move(self, out: Tensor, inp: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Message | None:
+        if self.world.ranks == 1:
+            out.copy_(inp)
+            return None
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
@@ -220,28 +201,23 @@ class Groups:
             out_splits: size along dim 0 of the part received from each rank.
             in_splits: size along dim 0 of the part sent to each rank.
         """
-        if self.world.ranks == 1:
-            out.copy_(inp)
-            return None
-        group = self._channels[channel]
         if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
-            works = in_rounds(out, inp, out_splits, in_splits, self.world.rank, group, _GROUPED)
+            works = in_rounds(out, inp, out_splits, in_splits, self._channels[channel])
             return Message(works, kept=(inp, out))
         splits = list(out_splits), list(in_splits)
-        return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
+
+        def start(to: Tensor, of: Tensor) -> dist.Work:
+            work: dist.Work = dist.all_to_all_single(to, of, *splits, self._channels[channel], async_op=True)
+            return work
+
+        return self._move(out, inp, start)
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
         """Start an all-gather of `inp`, of equal shape on all ranks, into `out`, in rank order along dim 0."""
-        if self.world.ranks == 1:
-            out.copy_(inp)
-            return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
         """Start a reduce-scatter of `inp`, in rank order along dim 0, into `out`, of equal shape on all ranks."""
-        if self.world.ranks == 1:
-            out.copy_(inp)
-            return None
         return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._channels[channel]))
 
     def all_reduce(
@@ -272,10 +248,9 @@ class Groups:
         marks[self.world.rank] = self._reductions
         reduced = torch.cat([tensor.flatten(), marks])
         self.all_reduce(channel, reduced, operation)
-        with nullcontext() if self._watch is None else self._watch.waiting():
+        with self._watch.waiting():
             on_host = reduced.to("cpu", copy=True)  # this copy waits for the current stream
-        if self._watch is not None:
-            self._watch.check()
+        self._watch.check()
         if not bool((on_host[-ranks:] == self._reductions).all()):
             with self._guard():
                 raise RuntimeError("a reduction ended before every rank took part: its communicator was aborted")
@@ -303,7 +278,10 @@ class Groups:
             tensor = torch.zeros(size, dtype=torch.uint8)
             if leads:
                 tensor[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-            messages.append(self._from_first(tensor))
+            with self._guard():
+                work = dist.broadcast(tensor, 0, group=self._object_group, async_op=True)
+            assert work is not None
+            messages.append(Message(work, kept=(tensor,)))
             if leads:
                 return part
             self.wait(messages[-1])
@@ -318,12 +296,6 @@ class Groups:
             return value
         received: T = pickle.loads(arrived[_LENGTH:length])
         return received
-
-    def _from_first(self, tensor: Tensor) -> Message:
-        with self._guard():
-            work = dist.broadcast(tensor, 0, group=self._object_group, async_op=True)
-        assert work is not None
-        return Message(work, kept=(tensor,))
 
     def same_everywhere(self, what: str, text: str) -> None:
         """Raise a ValueError on every rank if a short text differs between ranks."""
@@ -352,12 +324,8 @@ class Groups:
         return Message(work, None if staging is None else lambda: staging.arrived(arriving, tensor), (arriving,))
 
     def _direction(self, source: int, destination: int) -> dist.ProcessGroup:
-        if source == destination or not max(source, destination) < self.world.ranks:
-            raise ValueError(
-                f"rank {source} cannot send to rank {destination}: name two different ranks from 0 to "
-                f"{self.world.ranks - 1}"
-            )
-        return self._directions[_Direction.UP if destination > source else _Direction.DOWN]
+        assert source != destination, "a rank sends only to other ranks"
+        return self._channels[Channel.UP if destination > source else Channel.DOWN]
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
         """Create the stages' missing communicators; all ranks call this with the same list.
@@ -372,7 +340,7 @@ class Groups:
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
-            with self._opening():
+            with self._watch.guarding():
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
@@ -405,22 +373,20 @@ class Groups:
         self.closed = True
         groups = self._all()
         self._channels = {}
-        self._directions = {}
         self._tensor_parallel.clear()
-        if self._waiter is not None:
-            self._waiter.close()
+        self._waiter.close()
         for group in groups:
             # A new rendezvous may already have dropped all groups.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
-        if self._watch is not None and self._watch.broken:
+        if self._watch.broken:
             drop(groups)  # gloo's destructor may wait forever
 
     def _all(self) -> list[dist.ProcessGroup]:
         # Atomic copies, because the watch's thread also calls this.
-        groups_of_all = [*self._channels.copy().values(), *self._directions.copy().values()]
-        return groups_of_all + [group for group in self._tensor_parallel.copy().values() if group is not None]
+        every = [*self._channels.copy().values(), *self._tensor_parallel.copy().values()]
+        return [group for group in every if group is not None]
 
 
 def _first(operation: Callable[[Tensor], object], device: torch.device) -> None:
@@ -430,26 +396,21 @@ def _first(operation: Callable[[Tensor], object], device: torch.device) -> None:
 
 
 def in_rounds(
-    out: Tensor,
-    inp: Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    rank: int,
-    group: dist.ProcessGroup,
-    grouped: int,
+    out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: dist.ProcessGroup
 ) -> Works:
-    """Start an all-to-all in rounds of messages to at most `grouped` peers; empty messages are skipped.
+    """Start an all-to-all in rounds of messages to at most `_GROUPED` peers; empty messages are skipped.
 
-    In each round, rank r sends to ranks r + d and receives from ranks r - d, for `grouped` distances d.
+    In each round, rank r sends to ranks r + d and receives from ranks r - d, for `_GROUPED` distances d.
     """
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))
+    rank = group.rank()
+    ranks = group.size()
     arriving[rank].copy_(leaving[rank])
     works: list[Operation] = []
-    ranks = len(leaving)
-    for first in range(1, ranks, grouped):
+    for first in range(1, ranks, _GROUPED):
         operations = []
-        for distance in range(first, min(first + grouped, ranks)):
+        for distance in range(first, min(first + _GROUPED, ranks)):
             ahead = (rank + distance) % ranks
             behind = (rank - distance) % ranks
             if len(leaving[ahead]):

@@ -103,7 +103,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
         assumed = f"no lengths were given: planned for {count * world.ranks} sequences of {min(tokens, most)} tokens"
     else:
         assumed = ""
-    groups = Groups(world, timedelta(minutes=30), watch=world.watch)
+    groups = Groups(world, timedelta(minutes=30))
     try:
         if world.rank == 0:
             doing("measuring devices and links")
@@ -139,7 +139,7 @@ def measure_newcomers(
     Args:
         types: for each rank, the device type that the `known` costs assume, or "" if unknown.
     """
-    groups = Groups(world, timedelta(minutes=30), watch=world.watch)
+    groups = Groups(world, timedelta(minutes=30))
     try:
         found = types_of(report_devices(groups))
         named = {(found[rank], name) for rank, name in enumerate(types) if rank not in newcomers}

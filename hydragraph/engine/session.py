@@ -81,7 +81,7 @@ class Session:
             Unsupported: the optimizer cannot work on some rank's shards; raised on every rank.
         """
         world.watch.rest("")
-        groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
+        groups = ending.groups if ending else Groups(world, TIMEOUT)
         log = log or ProgressLog()
         program = model.program
         device = world.device

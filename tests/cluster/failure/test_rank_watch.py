@@ -86,7 +86,7 @@ def loop(victim: int, at: int, how: str, folder: Path, stopped_s: float) -> None
     world = join("cpu")
     watch = world.watch
     watch._judge = Judge(stopped_s)
-    groups = Groups(world, timedelta(seconds=120), watch=watch)
+    groups = Groups(world, timedelta(seconds=120))
     began = 0.0
 
     def hook(index: int) -> None:
@@ -175,7 +175,7 @@ def wrong_splits() -> str:
     """Rank 0 makes a mistake in a collective: its own error, though the executor marks it as communication."""
     world = join("cpu")
     watch = world.watch
-    groups = Groups(world, timedelta(seconds=120), watch=watch)
+    groups = Groups(world, timedelta(seconds=120))
     vars(rank_watch)["PATIENCE_S"] = 0.5  # nobody else is found to be the cause
     with watch.step(0, describe):
         watch.at(0)
@@ -190,7 +190,7 @@ def break_off(kind: str, folder: Path) -> None:
     """Rank 0 dies while rank 1 has received a part of a large message."""
     world = join("cpu")
     watch = world.watch
-    groups = Groups(world, timedelta(seconds=120), watch=watch)
+    groups = Groups(world, timedelta(seconds=120))
     size = 8 * 1024 * 1024
     inp, out = torch.ones(2 * size), torch.zeros(2 * size)
     dist.barrier()
@@ -247,7 +247,7 @@ def healthy() -> list[object]:
     seen: list[object] = []
     for _ in range(2):
         watch = join("cpu").watch
-        groups = Groups(world, timedelta(seconds=120), watch=watch)
+        groups = Groups(world, timedelta(seconds=120))
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
         for number in range(3):
