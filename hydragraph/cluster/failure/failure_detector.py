@@ -11,6 +11,7 @@ Between two observations, the detector counts at most half a second, because its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,19 @@ from hydragraph.cluster.failure.time_limits import ENDED_S, STOPPED_S
 
 PAUSE_S = 0.5
 ENDED = "its process has ended"
+
+
+class Stopwatch:
+    """Seconds since the previous observation, at most `PAUSE_S`."""
+
+    def __init__(self) -> None:
+        self._before = time.monotonic()
+
+    def elapsed(self) -> float:
+        now = time.monotonic()
+        elapsed = min(now - self._before, PAUSE_S)
+        self._before = now
+        return elapsed
 
 
 @dataclass(frozen=True)

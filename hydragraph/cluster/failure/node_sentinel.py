@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.cluster.failure.failure_detector import PAUSE_S, Accusation, Judge, Seen, Stall, seen_of
+from hydragraph.cluster.failure.failure_detector import PAUSE_S, Judge, Seen, Stall, Stopwatch, seen_of
 from hydragraph.cluster.failure.fault_record import Fault, Ledger
 from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
@@ -70,19 +70,15 @@ class Sentinel:
             )
 
 
-def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
-    """Return a sentinel's parameters; None if other processes cannot reach the store."""
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        return None
-    return Post(store.host, store.port, namespace, machine, board, ranks)
-
-
 @dataclass(eq=False)
-class _Others:
+class _Observer:
     store: Store
     namespace: str
+    board: Board
     beats: dict[str, dict[str, Any]] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
+    judge: Judge = field(default_factory=Judge)
+    stall: Stall = field(default_factory=Stall)
 
     def listen(self, machines: list[str], elapsed: float) -> None:
         for machine in machines:
@@ -90,23 +86,32 @@ class _Others:
                 continue
             beat = json.loads(self.store.get(self.key(machine)))
             news = machine not in self.beats or beat["beats"] != self.beats[machine]["beats"]
-            self.silent[machine] = 0.0 if news else self.silent[machine] + min(elapsed, PAUSE_S)
+            self.silent[machine] = 0.0 if news else self.silent[machine] + elapsed
             self.beats[machine] = beat
 
-    def seen(self) -> dict[int, Seen]:
-        sightings: dict[int, Seen] = {}
+    def fault(self, elapsed: float, own: Mapping[int, Seen], members: Iterable[RollEntry]) -> Fault | None:
+        theirs: dict[int, Seen] = {}
         for beat in self.beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
-                sightings[int(rank)] = Seen(ProcessState(state), RankProgress(moves, 0, None, "", waiting, left))
-        return sightings
+                theirs[int(rank)] = Seen(ProcessState(state), RankProgress(moves, 0, None, "", waiting, left))
+        others_run = any(sighting.state is ProcessState.RUNNING for sighting in theirs.values())
+        accused = self.judge.look(elapsed, own, others_run=others_run)
+        every = {**theirs, **own}
+        if accused is None and len(own) + len(theirs) == self.board.ranks:
+            accused = self.stall.look(elapsed, every, self.board.progress_s)
+        if accused is None:
+            return self._lost()
+        host = next((m.host for m in members if m.rank == accused.rank), "")
+        place = every[accused.rank].progress
+        return Fault(accused.rank, place.step, place.call, accused.error, host, accused.stalled, place.instruction)
 
-    def lost(self) -> tuple[Accusation, str] | None:
+    def _lost(self) -> Fault | None:
         for machine, silent_s in self.silent.items():
             beat = self.beats[machine]
             stayed = [int(rank) for rank, (*_, left) in beat["ranks"].items() if not left]
             if silent_s >= SILENT_S and stayed:
                 error = f"its machine has been silent for {SILENT_S:g} s: it is lost, or the link to it is down"
-                return Accusation(min(stayed), error), beat["host"]
+                return Fault(min(stayed), 0, "", error, beat["host"])
         return None
 
     def key(self, machine: str) -> str:
@@ -134,22 +139,18 @@ class _Guard(threading.Thread):
 
     def run(self) -> None:
         idle = IdleTime()
-        before = time.monotonic()
+        stopwatch = Stopwatch()
         while True:
             time.sleep(_LOOK_S)
-            now = time.monotonic()
-            if idle.look(now - before, self._watching()):
+            if idle.look(stopwatch.elapsed(), self._watching()):
                 os._exit(1)
-            before = now
 
     def _watching(self) -> list[bool]:
         members = self.members
         if not members:
             return [self._starter.state() is not ProcessState.ENDED]
-        return [
-            member.process.state() is not ProcessState.ENDED and not self._board.lines[member.rank].finished
-            for member in members
-        ]
+        alive = [member.rank for member in members if member.process.state() is not ProcessState.ENDED]
+        return [not self._board.lines[rank].finished for rank in alive]
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
@@ -163,53 +164,28 @@ def stand(post: Post, starter: WatchedProcess) -> None:
     )
     roll = Roll(store, post.namespace, post.machine)
     ledger = Ledger(store, post.namespace)
-    others = _Others(store, post.namespace)
-    judge = Judge()
-    stall = Stall()
-    before = time.monotonic()
+    observer = _Observer(store, post.namespace, board)
+    stopwatch = Stopwatch()
     asked = 0.0
     beats = 0
     members: tuple[RollEntry, ...] = ()
     while True:
-        now = time.monotonic()
-        elapsed = now - before
-        before = now
-        if now - asked > _ROLL_S:
+        elapsed = stopwatch.elapsed()
+        if time.monotonic() - asked > _ROLL_S:
             guard.members = members = roll.members()
-            asked = now
+            asked = time.monotonic()
         own = {m.rank: seen_of(m.process, board.read(m.rank)) for m in members}
         beats += 1
         ranks = {r: [s.state.value, s.progress.moves, s.progress.waiting, s.progress.left] for r, s in own.items()}
         beat = {"beats": beats, "host": members[0].host, "ranks": ranks}
-        store.set(others.key(post.machine), json.dumps(beat))
-        others.listen([m for m in roll.machines() if m != post.machine], elapsed)
-        fault = _fault(elapsed, own, others, judge, stall, members, board)
+        store.set(observer.key(post.machine), json.dumps(beat))
+        observer.listen([m for m in roll.machines() if m != post.machine], elapsed)
+        fault = observer.fault(elapsed, own, members)
         if fault is not None:
             ledger.write(fault)
         if ledger.read() is not None or all(s.progress.left for s in own.values()):
             return
         time.sleep(_BEAT_S)
-
-
-def _fault(
-    elapsed: float,
-    own: Mapping[int, Seen],
-    others: _Others,
-    judge: Judge,
-    stall: Stall,
-    members: tuple[RollEntry, ...],
-    board: Board,
-) -> Fault | None:
-    theirs = others.seen()
-    accused = judge.look(elapsed, own, others_run=any(s.state is ProcessState.RUNNING for s in theirs.values()))
-    if accused is None and len(own) + len(theirs) == board.ranks:
-        accused = stall.look(elapsed, {**own, **theirs}, board.progress_s)
-    if accused is None:
-        lost = others.lost()
-        return None if lost is None else Fault(lost[0].rank, 0, "", lost[0].error, lost[1])
-    host = next((m.host for m in members if m.rank == accused.rank), "")
-    progress = own[accused.rank].progress if accused.rank in own else theirs[accused.rank].progress
-    return Fault(accused.rank, progress.step, progress.call, accused.error, host, accused.stalled, progress.instruction)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
@@ -25,8 +26,7 @@ class Roll:
     store: Store
     namespace: str
     machine: str
-    _members: list[RollEntry] = field(default_factory=list)
-    _machines: list[str] = field(default_factory=list)
+    _read: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
 
     def enter(self, member: RollEntry) -> bool:
         """Add a rank; return whether it is the first of its machine."""
@@ -47,28 +47,23 @@ class Roll:
         return Board.open(address, ranks)
 
     def members(self) -> tuple[RollEntry, ...]:
-        for index in range(len(self._members) + 1, self._add(f"machine/{self.machine}", 0) + 1):
-            line = self._get(f"machine/{self.machine}/{index}")
-            if line is None:
-                break
-            rank, host, pid, started = json.loads(line)
-            self._members.append(RollEntry(rank, host, WatchedProcess(pid, started)))
-        return tuple(self._members)
+        lines = map(json.loads, self._entries(f"machine/{self.machine}"))
+        return tuple(RollEntry(rank, host, WatchedProcess(pid, started)) for rank, host, pid, started in lines)
 
     def machines(self) -> tuple[str, ...]:
-        for index in range(len(self._machines) + 1, self._add("machines", 0) + 1):
-            name = self._get(f"machines/{index}")
-            if name is None:
+        return tuple(name.decode() for name in self._entries("machines"))
+
+    def _entries(self, key: str) -> list[bytes]:
+        read = self._read[key]
+        for index in range(len(read) + 1, self._add(key, 0) + 1):
+            name = self._key(f"{key}/{index}")
+            if not self.store.check([name]):
                 break
-            self._machines.append(name.decode())
-        return tuple(self._machines)
+            read.append(bytes(self.store.get(name)))
+        return read
 
     def _add(self, key: str, number: int) -> int:
         return int(self.store.add(self._key(key), number))
-
-    def _get(self, key: str) -> bytes | None:
-        name = self._key(key)
-        return bytes(self.store.get(name)) if self.store.check([name]) else None
 
     def _key(self, key: str) -> str:
         return f"{self.namespace}/{key}"

@@ -33,9 +33,9 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph import log
 from hydragraph.cluster.failure import stack_dump
 from hydragraph.cluster.failure.abandonable_wait import Waiter
-from hydragraph.cluster.failure.failure_detector import ENDED, PAUSE_S, Accusation, Judge, Stall, seen_of
+from hydragraph.cluster.failure.failure_detector import ENDED, PAUSE_S, Accusation, Judge, Stall, Stopwatch, seen_of
 from hydragraph.cluster.failure.fault_record import NAMESPACE, Fault, Ledger, root
-from hydragraph.cluster.failure.node_sentinel import Sentinel, post_of
+from hydragraph.cluster.failure.node_sentinel import Post, Sentinel
 from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
 from hydragraph.cluster.failure.process_liveness import WatchedProcess, machine
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
@@ -71,6 +71,13 @@ def agreed(error: BaseException) -> BaseException:
     return error
 
 
+class _Calls(threading.local):
+    """The calls that a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+
+
 class Watch:
     """Failure watch over the ranks of a store; every rank creates a watch, without waiting for other ranks.
 
@@ -90,7 +97,7 @@ class Watch:
         self._step = 0
         self._inside = 0
         self._waits = 0
-        self._own = threading.local()
+        self._calls = _Calls()
         self._main = threading.get_ident()
         # Texts that describe this rank: its last action, the main thread's call, another thread's call.
         self._resting = self._shown = self._beside = ""
@@ -130,10 +137,7 @@ class Watch:
             self._board = roll.board(self.ranks)
             return roll.enter(RollEntry(self.rank, self._host, WatchedProcess.own()))
 
-        def question() -> None:
-            self._ask(client, roll, name)
-
-        self._asker = Asker(question, _POLL)
+        self._asker = Asker(lambda: self._ask(client, roll, name), _POLL)
         try:
             self._first = self._asker.ask(meet, _MEETING)
         except Unanswered:
@@ -206,7 +210,7 @@ class Watch:
     @contextmanager
     def _entered(self, what: str) -> Iterator[None]:
         self.check()
-        calls = self._calls
+        calls = self._calls.open
         calls.append(what)
         with self._counting:
             self._inside += 1
@@ -223,15 +227,8 @@ class Watch:
     def rest(self, after: str) -> None:
         """Record this rank's last action, which errors show while the rank is between calls."""
         self._resting = after
-        if not self._calls:
+        if not self._calls.open:
             self._show(after)
-
-    @property
-    def _calls(self) -> list[str]:
-        if not hasattr(self._own, "calls"):
-            self._own.calls = []
-        calls: list[str] = self._own.calls
-        return calls
 
     def _show(self, call: str) -> None:
         if threading.get_ident() != self._main:
@@ -267,7 +264,7 @@ class Watch:
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            if not self._calls:
+            if not self._calls.open:
                 raise
             raise _Disconnected(str(error)) from error
 
@@ -383,11 +380,9 @@ class Watch:
         self.close()
 
     def _run(self) -> None:
-        before = time.monotonic()
+        stopwatch = Stopwatch()
         while not self._stopped.wait(_POLL.total_seconds()):
-            now = time.monotonic()
-            self._look(now - before)
-            before = now
+            self._look(stopwatch.elapsed())
             if self._fault is not None:
                 if self._fault.stalled:
                     self._write_stacks(self._fault)  # before the shutdown, which may let this process end
@@ -405,15 +400,16 @@ class Watch:
             self._members = roll.members()
             self._asked_roll = now
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
-            post = post_of(client, name, roll.machine, self._board.address, self.ranks)
-            if several and self._sentinel is None and self._fault is None and post is not None:
-                self._sentinel = Sentinel(post)
+            reachable = isinstance(client, dist.TCPStore)  # type: ignore[attr-defined]
+            if several and reachable and self._sentinel is None and self._fault is None:
+                place = (client.host, client.port)  # type: ignore[attr-defined]
+                self._sentinel = Sentinel(Post(*place, name, roll.machine, self._board.address, self.ranks))
         if self._sentinel is not None and self._fault is None:  # a sentinel ends after a fault
             self._sentinel.keep_up()
 
     def _look(self, elapsed: float) -> None:
         accused = self._looked_at_ranks(elapsed)
-        self._asker.silent_s += min(elapsed, PAUSE_S)
+        self._asker.silent_s += elapsed
         if self._fault is not None:
             return
         # The most reliable evidence comes first. Outside of calls, only ended processes are accused.
@@ -487,8 +483,8 @@ class Watch:
         return self._described(rank, progress.instruction, progress.step)
 
     def _here(self) -> str:
-        beside = threading.get_ident() != self._main and self._calls
-        return self._calls[-1] if beside else self._instruction(self.rank)
+        beside = threading.get_ident() != self._main and self._calls.open
+        return beside[-1] if beside else self._instruction(self.rank)
 
     def _described(self, rank: int, index: int, step: int) -> str:
         with suppress(Exception):  # a bad description must not hide the fault

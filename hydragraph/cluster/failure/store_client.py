@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ class Asker:
     def __init__(self, question: Callable[[], None], interval: timedelta) -> None:
         self._question = question
         self._interval = interval.total_seconds()
-        self._others: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = SimpleQueue()
+        self._others: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._stopped = threading.Event()
         self.silent_s = 0.0
         self.gone = False
@@ -38,16 +39,12 @@ class Asker:
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
         """Return the answer to another request, or raise its OSError; raise Unanswered if no answer arrives."""
-        answer: SimpleQueue[Any] = SimpleQueue()
+        answer: Future[T] = Future()
         self._others.put((question, answer))
         try:
-            reply = answer.get(timeout=0.0 if self.gone else patience.total_seconds())
-        except Empty:
+            return answer.result(0.0 if self.gone else patience.total_seconds())
+        except TimeoutError:
             raise Unanswered from None
-        if isinstance(reply, Unanswered | OSError):
-            raise reply
-        value: T = reply
-        return value
 
     def close(self) -> bool:
         """Stop the thread; return False if it still waits for the store."""
@@ -66,17 +63,17 @@ class Asker:
                 return
             try:
                 if other is not None:
-                    other[1].put(other[0]())
+                    other[1].set_result(other[0]())
                 else:
                     self._question()
                 self.silent_s = 0.0
             except OSError as error:
                 if other is not None:
-                    other[1].put(error)
+                    other[1].set_exception(error)
             except Exception:  # the store's error, whose type depends on PyTorch's version
                 self.gone = True
                 if other is not None:
-                    other[1].put(Unanswered())
+                    other[1].set_exception(Unanswered())
                 while (late := self._others.get()) is not None:
-                    late[1].put(Unanswered())
+                    late[1].set_exception(Unanswered())
                 return

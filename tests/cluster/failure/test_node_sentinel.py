@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hydragraph.cluster.failure.fault_record import Fault, Ledger
 from hydragraph.cluster.failure.heartbeat_board import Board
-from hydragraph.cluster.failure.node_sentinel import IdleTime, Post, Sentinel, post_of
+from hydragraph.cluster.failure.node_sentinel import IdleTime, Post, Sentinel
 from hydragraph.cluster.failure.process_liveness import WatchedProcess
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
 from tests.thorough import thorough
@@ -63,8 +63,7 @@ def world() -> Iterator[World]:
         board = roll.board(2)
         board.place(rank, 5, 3)
         roll.enter(RollEntry(rank, f"host{rank}", WatchedProcess.of(process.pid)))
-        post = post_of(store, "ns", roll.machine, board.address, 2)
-        assert post is not None
+        post = Post(store.host, store.port, "ns", roll.machine, board.address, 2)
         machines.append(Machine(rank, process, board, Sentinel(post)))
     made = World(store, Ledger(store, "ns"), machines)
     end = time.monotonic() + 100
@@ -170,8 +169,7 @@ def test_a_sentinel_ends_once_a_fault_is_in_the_store() -> None:
     roll = Roll(store, "ns", "here")
     board = roll.board(2)
     roll.enter(RollEntry(0, "host", WatchedProcess.own()))
-    post = post_of(store, "ns", roll.machine, board.address, 2)
-    assert post is not None
+    post = Post(store.host, store.port, "ns", roll.machine, board.address, 2)
     sentinel = Sentinel(post)
     assert sentinel._process is not None
     Ledger(store, "ns").write(Fault(1, 0, "step", "lost"))  # this process lives on and has not left
