@@ -56,13 +56,12 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
             yield code
             names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
             near = [function.__globals__.get(name) for name in names]
-            entered: set[str] = set()  # modules may refer to each other in a cycle
-            for module in near:  # `near` grows by the contents of its modules
-                if isinstance(module, ModuleType) and module.__name__ not in entered and _by_users(module):
-                    entered.add(module.__name__)
-                    near += [vars(module).get(name) for name in code.co_names]
+            modules = [value for value in near if isinstance(value, ModuleType) and _by_users(value)]
+            near += [vars(module).get(name) for module in modules for name in code.co_names]
             pending += [value for value in near if _by_users(sys.modules.get(getattr(value, "__module__", None) or ""))]
-        pending += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # the cell is empty
+                pending.append(cell.cell_contents)
 
 
 def _by_users(module: ModuleType | None) -> bool:
@@ -78,9 +77,3 @@ def _within(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _within(constant)
-
-
-def _filled(cell: Any) -> bool:
-    with suppress(ValueError):
-        return cell.cell_contents is not None
-    return False

@@ -81,16 +81,6 @@ def test_classes_that_code_names(function: Callable[..., object], classes: set[s
     assert classes_named_in(function) == classes
 
 
-def test_modules_that_name_one_another_in_a_circle_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "models", models, raising=False)
-    assert (
-        classes_named_in(
-            lambda: models.models.models.gpt2(layers=1)  # type: ignore[attr-defined]
-        )
-        == set()
-    )
-
-
 def test_what_another_environment_has_installed_is_a_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "__file__", "/usr/lib/python3/dist-packages/ahead.py")
     assert classes_named_in(lambda: ahead._small(None)) == set()
