@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -27,7 +28,7 @@ from hydragraph.cluster.failure.newest_watch import watch_of
 from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.processes import fork_server
 from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
-from hydragraph.cluster.processes.launched_ranks import GUARD, Context, run_crew
+from hydragraph.cluster.processes.launched_ranks import GUARD, Context, Job, run_crew
 from hydragraph.cluster.processes.launcher_environment import check_environment
 from hydragraph.cluster.processes.launcher_fork import ensure_forked
 from hydragraph.cluster.processes.pickling import nothing_else_imported, sent
@@ -287,14 +288,16 @@ def launch(
     context = starting(function, prepare)
     server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread
     run = run_crew if elastic is None else partial(run_members, elastic, nodes)
+    timeout_s = math.inf if timeout is None else timeout.total_seconds()
+    job = Job(context, ranks, server.port, work, timeout_s, relay or Relay())
     if prepare is None:
-        return [pickle.loads(value) for value in run(context, ranks, server.port, work, timeout, None, relay)]
+        return [pickle.loads(value) for value in run(job)]
     began = time.monotonic()
     with tempfile.TemporaryFile() as file:
         shared = SharedFile(file.fileno())
-        prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout)
-        outcomes = run(context, ranks, server.port, work, left_of(timeout, began), shared, relay)
-        return [pickle.loads(value) for value in outcomes]
+        prepare_for_ranks(context, _pickled(prepare, ()), shared, timeout_s)
+        job = replace(job, timeout_s=left_of(timeout_s, began), prepared=shared)
+        return [pickle.loads(value) for value in run(job)]
 
 
 def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydragraph.atomic_write import write_whole
 from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
 from hydragraph.cluster.processes.rendezvous_stores import client
 
@@ -24,9 +25,7 @@ _CONNECT_S = 2.0
 
 
 def write_address(folder: str, host: str, port: int) -> None:
-    new = Path(folder) / f".{_FILE}"
-    new.write_text(json.dumps([host, port]))
-    new.replace(Path(folder) / _FILE)
+    write_whole(Path(folder) / _FILE, json.dumps([host, port]))
 
 
 def follows(folder: str | None) -> bool:

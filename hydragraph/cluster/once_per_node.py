@@ -1,8 +1,8 @@
 """Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-If a machine's ranks have equal inputs, the highest rank computes the result, so that rank 0 can plan. That
-rank writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes
-its own result.
+The highest of a machine's ranks with equal inputs computes the result, because rank 0 may plan meanwhile. This rank
+writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes its own
+result.
 """
 
 from __future__ import annotations

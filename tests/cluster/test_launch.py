@@ -373,7 +373,8 @@ def test_a_process_that_cannot_be_started_is_one_that_has_died(error: Exception,
         raise error
 
     context: Any = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **_: SimpleNamespace(start=fail))
-    member = start(context, 3, note_pid, Path())
+    never: Any = note_pid
+    member = start(context, 3, never, Path())
     signs: list[Any] = [member.connection, member.process.sentinel]
     assert set(multiprocessing.connection.wait(signs, 0)) == set(signs), "both signs say that it has ended"
     outcome = outcome_of(member)

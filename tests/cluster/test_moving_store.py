@@ -67,7 +67,7 @@ def test_a_member_does_not_wait_for_a_peer_that_the_next_store_does_not_know(tmp
     registers.order(Orders())
     registers.say(1, Said())
     registers.introduce(Peer(0, 0, 1, HOST))
-    member = Member(1, lambda: client(HOST, first.port), 1.0, str(tmp_path), 2)
+    member = Member(1, lambda: client(HOST, first.port), 1.0, str(tmp_path), 2, 0)
     member.introduce(Peer(1, 1, 1, HOST))
     member.generation = Generation(1, (0, 1))
     assert [peer.member for peer in member.peers] == [0, 1]

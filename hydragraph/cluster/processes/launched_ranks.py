@@ -7,10 +7,9 @@ import multiprocessing.connection
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph import log
-from hydragraph.cluster.failure.failure_detector import Judge, seen_of
+from hydragraph.cluster.failure.failure_detector import Accusation, Judge, Stopwatch, seen_of
 from hydragraph.cluster.failure.fault_record import Fault, announce_death, last_fault
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
@@ -38,9 +37,11 @@ from hydragraph.cluster.processes.rank_process import (
     Readable,
     Returned,
     Seat,
+    begin,
     rebuilt,
     run_rank,
 )
+from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
@@ -106,35 +107,42 @@ class RankHandle:
     outcome: Outcome | None = None
 
 
-def run_crew(
-    context: Context,
-    ranks: int,
-    port: int,
-    work: bytes,
-    timeout: timedelta | None,
-    prepared: Readable | None = None,
-    relay: Relay | None = None,
-) -> list[bytes]:
-    """Start ranks, and return their pickled results; arguments and errors are as for `launch`."""
+@dataclass(frozen=True)
+class Job:
+    """Pickled function and arguments of a launch, and its other settings; `launch` documents most of them."""
+
+    context: Context
+    ranks: int
+    port: int
+    work: bytes
+    timeout_s: float  # infinite without a limit
+    relay: Relay
+    prepared: Readable | None = None
+
+
+def run_crew(job: Job) -> list[bytes]:
+    """Start ranks, and return their pickled results; errors are as for `launch`."""
     crew: list[RankHandle] = []
     try:
-        for rank in range(ranks):
-            seat = Seat(rank, ranks, port, dict(os.environ), log.shown())
-            crew.append(start(context, rank, run_rank, seat, work, prepared))
-        store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
-        with (relay or Relay()).to([member.process for member in crew]):
-            _collect(crew, store, timeout)
-        raise_failure(crew, last_fault(store), timeout)
+        for rank in range(job.ranks):
+            crew.append(start(job.context, rank, run_rank, Seat(rank, job.ranks, job.port), job.work, job.prepared))
+        store = client(HOST, job.port)
+        with job.relay.to([member.process for member in crew]):
+            _collect(crew, store, job.timeout_s)
+        raise_failure(crew, last_fault(store), job.timeout_s)
         return [member.outcome.value for member in crew if isinstance(member.outcome, Returned)]
     finally:
         dismiss(crew)
 
 
-def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
-    """Start a process; its function gets a connection for its outcome, followed by `args`."""
+def start(
+    context: Context, rank: int, run: Callable[..., Outcome], *args: object, variables: Mapping[str, str] = os.environ
+) -> RankHandle:
+    """Start a process that runs `run(*args)` with these environment variables."""
     answering_server()
     ours, theirs = context.Pipe()
-    new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
+    arguments = (theirs, dict(variables), log.shown(), run, *args)
+    new = context.Process(target=begin, args=arguments, name=f"rank {rank}")
     process: BaseProcess | AbsentProcess = new
     try:
         # multiprocessing starts interpreters with `-c`, which would import from the current directory first.
@@ -176,8 +184,8 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
         time.sleep(_STOPPED_LOOK_S)
 
 
-def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
-    deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
+def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     failed = False
     stops = Stops()
     while waiting := [member for member in crew if member.outcome is None]:
@@ -203,41 +211,29 @@ class Stops:
 
     def __init__(self) -> None:
         self._judge = Judge()
-        self._before = time.monotonic()
+        self._watch = Stopwatch()
 
-    def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return a rank that was stopped too long while others ran, and a description; else None."""
-        now = time.monotonic()
-        elapsed = now - self._before
-        self._before = now
+    def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> Accusation | None:
+        """Accuse a rank of this machine that was stopped too long while others ran; return None if there is none."""
         nothing = RankProgress(0, 0, None, "", waiting=False, left=False)
-        every = {member.rank: seen_of(WatchedProcess(member.process.pid or 0), nothing) for member in waiting}
+        processes = {member.rank: member.process.pid for member in waiting}
+        every = {rank: seen_of(WatchedProcess(pid), nothing) for rank, pid in processes.items() if pid is not None}
         seen = {rank: sighting for rank, sighting in every.items() if sighting.state is not ProcessState.ENDED}
-        accused = self._judge.look(elapsed, seen, others_run=others_run)
-        return None if accused is None else (accused.rank, accused.error)
+        return self._judge.look(self._watch.elapsed(), seen, others_run=others_run)
 
 
 def wait_for_outcomes(
-    waiting: Sequence[RankHandle],
-    stops: Stops,
-    wait_s: float,
-    *,
-    visible: Sequence[RankHandle] | None = None,
-    others_run: bool = False,
+    waiting: Sequence[RankHandle], stops: Stops, wait_s: float, *, others_run: bool = False
 ) -> Iterator[RankHandle]:
-    """Wait up to `wait_s` seconds for an outcome; yield processes that have an outcome.
-
-    Args:
-        visible: processes whose state this machine can observe, or None for all.
-    """
+    """Wait up to `wait_s` seconds for an outcome; yield processes that have an outcome."""
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
     ready = set(multiprocessing.connection.wait(signs, wait_s))
-    stopped = stops.look(waiting if visible is None else visible, others_run=others_run)
+    stopped = stops.look(waiting, others_run=others_run)
     for member in waiting:
         if not ready.isdisjoint((member.connection, member.process.sentinel)):
             member.outcome = outcome_of(member)
-        elif stopped is not None and stopped[0] == member.rank:
-            member.outcome = Died(time.monotonic(), stopped[1])
+        elif stopped is not None and stopped.rank == member.rank:
+            member.outcome = Died(time.monotonic(), stopped.error)
         if member.outcome is not None:
             yield member
 
@@ -265,19 +261,16 @@ def outcome_of(member: RankHandle) -> Outcome:
     return Died(when, f"exited with code {code} before it returned")
 
 
-def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
+def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: float) -> None:
     """Raise the error of the rank that failed first, if any."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
-    if not failed and missing and fault is not None:
-        raise _failure(fault)
-    if not failed and missing:
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
-    if not failed:
+    if not failed and not missing:
         return
-    if fault is not None and fault.rank in missing:  # that rank hangs
-        raise _failure(fault)
+    if fault is not None and (not failed or fault.rank in missing):  # that rank hangs
+        raise RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
+    if not failed:
+        raise TimeoutError(f"launch: ranks {missing} had not returned after {timeout_s:g} s")
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
     if isinstance(culprit.outcome, Died):
@@ -287,10 +280,6 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
     if isinstance(error, KeyboardInterrupt | SystemExit):  # raised on that rank
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
-
-
-def _failure(fault: Fault) -> RankFailure:
-    return RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
 
 
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -38,7 +39,7 @@ KEPT = "HYDRAGRAPH_KEPT"  # environment variable: the supervisor's private folde
 
 @dataclass(frozen=True)
 class Seat:
-    """Rank, rendezvous address and environment of a process to start.
+    """Rank and rendezvous address of a process to start.
 
     Attributes:
         node: the machine's index.
@@ -49,8 +50,6 @@ class Seat:
     rank: int
     ranks: int
     port: int
-    environment: dict[str, str]
-    log_level: int | None = None
     host: str = HOST
     node: int = 0
     here: int = 0
@@ -102,78 +101,75 @@ class Readable(Protocol):
     def read(self) -> Any: ...
 
 
-def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
-    _end_with_launcher()
-    try:
-        _take(seat)
-        function, args = _work(seat, work, prepared)
-        meet("gloo", client(seat.host, seat.port), seat.rank, seat.ranks)
-        outcome: Returned | Raised = Returned(sent(function(*args)))
-        _close_watch()
-    except BaseException as error:  # also an interrupt while the watch closes
-        outcome = raised(error)
-        _tell_the_others(error)
-    _tell(connection, outcome)
+@dataclass(frozen=True)
+class Start:
+    """Order to start the process of a `Member`; `late` if other members are already running."""
+
+    number: int
+    seat: Seat
+    late: bool
+    grace_s: float
+    work: bytes
+    prepared: Readable | None = None
 
 
-def run_member(
-    connection: Connection, seat: Seat, number: int, late: bool, grace_s: float, work: bytes, prepared: Readable | None
-) -> None:
-    """Run a process of an elastic launch from start to end; arguments are as for `Member`."""
-    _end_with_launcher()
+def member_environment(kept: str, node: int | None) -> dict[str, str]:
+    """Return a member's environment; `node` is None on a single machine."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return own | {KEPT: kept} | ({} if node is None else {"GROUP_RANK": str(node)})
+
+
+def run_rank(seat: Seat, work: bytes, prepared: Readable | None) -> Outcome:
+    _take(seat)
+    function, args = _work(work, prepared)
+    meet("gloo", client(seat.host, seat.port), seat.rank, seat.ranks)
+    return Returned(sent(function(*args)))
+
+
+def run_member(order: Start) -> Outcome:
+    seat = order.seat
+    _take(seat)
+    _allow_many_files()
+    kept = os.environ.get(KEPT)
+    store = partial(client, seat.host, seat.port)
+    folder = kept if follows(kept) else None
+    member = Member(order.number, store, order.grace_s, folder, seat.ranks, seat.local_rank)
+    member.listen_to_signals()
+    member.introduce(Peer(order.number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
+    be(member)
     try:
-        _take(seat)
-        _allow_many_files()
-        kept = os.environ.get(KEPT)
-        store = partial(client, seat.host, seat.port)
-        member = Member(number, store, grace_s, kept if follows(kept) else None, seat.ranks, seat.local_rank)
-        member.listen_to_signals()
-        member.introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
-        be(member)
-        function, args = _work(seat, work, prepared)
-        if late:
+        function, args = _work(order.work, order.prepared)
+        if order.late:
             for name in ("RANK", "WORLD_SIZE"):
                 del os.environ[name]
         else:
             member.meet()
-        outcome: Returned | Raised | Left = Returned(sent(function(*args)))
+        outcome = Returned(sent(function(*args)))
         member.leave(done=True)
-        _close_watch()
+        return outcome
     except Dismissed as end:
-        outcome = Left(str(end))
         with contextlib.suppress(Exception):
             member.leave()
-            _close_watch()
-    except BaseException as error:
+        return Left(str(end))
+
+
+def begin(
+    connection: Connection, environment: Mapping[str, str], level: int | None, run: Callable[..., Outcome], *args: Any
+) -> None:
+    """Run a function, and send its outcome to the launcher; after a result, wait for the launcher to end."""
+    _end_with_launcher()
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        if level is not None:
+            log.show(level)
+        outcome = run(*args)
+        watch = newest_watch()
+        if watch is not None:
+            watch.close()
+    except BaseException as error:  # also an interrupt while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
-    _tell(connection, outcome)
-
-
-def _allow_many_files() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
-    if seat.log_level is not None:
-        log.show(seat.log_level)
-    gc.freeze()  # garbage collection of imported objects would copy their memory pages
-    function, args = pickle.loads(work)
-    if prepared is not None:
-        args = (prepared.read(), *args)
-    gc.freeze()
-    return function, args
-
-
-def _close_watch() -> None:
-    watch = newest_watch()
-    if watch is not None:
-        watch.close()
-
-
-def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
     # A partly sent outcome would look like the death of this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
@@ -186,6 +182,21 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
         connection.poll(None)  # wait, because other ranks may still be connecting
 
 
+def _allow_many_files() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _work(work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
+    gc.freeze()  # garbage collection of imported objects would copy their memory pages
+    function, args = pickle.loads(work)
+    if prepared is not None:
+        args = (prepared.read(), *args)
+    gc.freeze()
+    return function, args
+
+
 def _tell_the_others(error: BaseException) -> None:
     watch = newest_watch()
     if watch is not None and not watch.broken and not watch.closed:
@@ -194,8 +205,6 @@ def _tell_the_others(error: BaseException) -> None:
 
 
 def _take(seat: Seat) -> None:
-    os.environ.clear()
-    os.environ.update(seat.environment)
     os.environ.update(
         RANK=str(seat.rank),
         WORLD_SIZE=str(seat.ranks),

@@ -5,25 +5,21 @@ A process that has run autograd has threads, so it cannot be forked. Ranks map t
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from hydragraph import log
 from hydragraph.cluster.processes.launched_ranks import Context, Stops, dismiss, start, wait_for_outcomes
-from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, error_of, raised
+from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Returned, error_of
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,15 @@ def _received(descriptor: Any) -> SharedFile:
     return SharedFile(descriptor.detach())
 
 
-def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
+def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout_s: float) -> None:
     """Call a function in a separate process, and write its result to a file or raise its error."""
-    member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
+    member = start(context, 0, _prepare, prepare, file)
     try:
-        limit = float("inf") if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + timeout_s
         stops = Stops()
         while not list(wait_for_outcomes([member], stops, min(0.5, deadline - time.monotonic()), others_run=True)):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"launch: `prepare` had not returned after {limit:g} s")
+                raise TimeoutError(f"launch: `prepare` had not returned after {timeout_s:g} s")
         if isinstance(member.outcome, Died):
             raise RuntimeError(f"launch: the process that runs `prepare` failed: {member.outcome.how}")
         if isinstance(member.outcome, Raised):
@@ -92,30 +87,17 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
         dismiss([member])
 
 
-def _prepare(
-    connection: Connection, environment: dict[str, str], log_level: int | None, prepare: bytes, file: SharedFile
-) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    try:
-        if log_level is not None:
-            log.show(log_level)
-        function, _ = pickle.loads(prepare)
-        gc.freeze()
-        file.write(function())
-        outcome: Returned | Raised = Returned(b"")
-    except BaseException as error:
-        outcome = raised(error)
-    with contextlib.suppress(OSError):
-        connection.send(outcome)
+def _prepare(prepare: bytes, file: SharedFile) -> Outcome:
+    function, _ = pickle.loads(prepare)
+    gc.freeze()
+    file.write(function())
+    return Returned(b"")
 
 
-def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    if timeout is None:
-        return None
-    left = timeout - timedelta(seconds=time.monotonic() - began)
-    if left <= timedelta(0):
+def left_of(timeout_s: float, began: float) -> float:
+    left_s = timeout_s - (time.monotonic() - began)
+    if left_s <= 0:
         raise TimeoutError(
-            f"launch: `prepare` used up the timeout of {timeout.total_seconds():g} s, so no time was left for the ranks"
+            f"launch: `prepare` used up the timeout of {timeout_s:g} s, so no time was left for the ranks"
         )
-    return left
+    return left_s

@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,6 +48,15 @@ class Requests(Protocol):
 
     def working(self) -> AbstractContextManager[None]:
         """Record requests in this context, without acting on them."""
+
+
+def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> ExitStack:
+    """Set signal handlers until the returned context ends; outside the main thread, do nothing."""
+    before = ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            before.callback(signal.signal, number, signal.signal(number, handler))
+    return before
 
 
 class Relay:
@@ -94,28 +103,26 @@ class Stopping:
         self._relay = relay
         self._led = led
         self._overdue = overdue
-        self._before: dict[int, Any] = {}
+        self._before = ExitStack()
         self._in_hand = False
         self._interrupts = 0
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Stopping:
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                # Keep ignored signals (nohup) ignored.
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._heard)
-            if self._relay is not None:
-                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._late)
+        # Keep ignored signals (nohup) ignored.
+        heard = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+        handlers: dict[int, Any] = dict.fromkeys(heard, self._heard)
+        if self._relay is not None:
+            handlers[signal.SIGALRM] = self._late
+        self._before = handling(handlers)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if signal.SIGALRM in self._before:
+        if self._relay is not None and self.signal:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._before.close()
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -50,13 +50,7 @@ class Member:
     """
 
     def __init__(
-        self,
-        number: int,
-        connect: Callable[[], Store],
-        grace_s: float,
-        folder: str | None = None,
-        ranks: int = 1,
-        gpu: int = 0,
+        self, number: int, connect: Callable[[], Store], grace_s: float, folder: str | None, ranks: int, gpu: int
     ) -> None:
         self.number = number
         self.gpu = gpu

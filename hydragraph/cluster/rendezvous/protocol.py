@@ -56,18 +56,16 @@ class Generation:
         number: counted from 1.
         members: member number of each rank.
         leaving: members that hand over their state and end.
-        holds: generation in whose layout members hold state, or 0 without state.
-        before: each member's rank in generation `holds`, or None if it holds no state of that generation.
+        before: each member's rank in the newest generation in whose layout any member holds state, or None if it holds
+            no state of that generation.
         ending: why this generation only saves and ends; "" if it continues.
     """
 
     number: int = 0
     members: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
-    holds: int = 0
     before: tuple[int | None, ...] = ()
     lost: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
     ending: str = ""
 
 
@@ -186,30 +184,22 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
         few = f"{stay} {'rank is' if stay == 1 else 'ranks are'} left, fewer than min_ranks ({rules.least})"
         ending = ALL_LEAVE if leaving and not stay else few
     number = max(orders.proposal.number, orders.confirmed) + 1
-    holds, before = _held(members, there, record.formed)
-    proposed = Generation(
-        number,
-        members,
-        () if ending else tuple(leaving),
-        holds,
-        before,
-        tuple(m for m in record.current if m not in members),
-        tuple(m for m in members if m not in record.current),
-        ending,
-    )
+    end = () if ending else tuple(leaving)
+    lost = tuple(m for m in record.current if m not in members)
+    proposed = Generation(number, members, end, _before(members, there, record.formed), lost, ending)
     return replace(record, orders=replace(orders, proposal=proposed))
 
 
-def _held(
+def _before(
     members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
-) -> tuple[int, tuple[int | None, ...]]:
-    """Return the newest generation in whose layout any member holds state, and each member's rank in it.
+) -> tuple[int | None, ...]:
+    """Return `Generation.before`.
 
     A member holds state of a generation only after all members of that generation have received their state.
     """
     holds = max((there[m].holds for m in members), default=0)
     ranks = {m: rank for rank, m in enumerate(formed.get(holds, ()))}
-    return holds, tuple(ranks.get(m) if there[m].holds else None for m in members)
+    return tuple(ranks.get(m) if there[m].holds else None for m in members)
 
 
 def attend(member: int, said: Said, orders: Orders) -> Said | Generation | None:

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hydragraph.cluster.failure.failure_detector import PAUSE_S
+from hydragraph.cluster.failure.failure_detector import Stopwatch
 from hydragraph.cluster.failure.time_limits import SILENT_S, UNREACHABLE_S
 from hydragraph.cluster.processes.launched_ranks import AbsentProcess, RankHandle
-from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Seat
+from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Seat, Start
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening
 from hydragraph.cluster.supervision.broken_links import MachineLinks, look
 from hydragraph.cluster.supervision.election import Election
@@ -85,9 +85,11 @@ class Nodes:
             return (seat - ranks) % self.count
         return seats_by_machine(ranks, self.placed or (1,) * self.count)[seat]
 
-    def local(self, seat: int, ranks: int) -> int:
-        """Return a seat's number within its machine; spares follow ranks."""
-        return sum(self.of(earlier, ranks) == self.of(seat, ranks) for earlier in range(seat))
+    def seat(self, seat: int, port: int) -> Seat:
+        """Return the seat with its machine, and its number there; spares follow ranks."""
+        node = self.of(seat, self.ranks)
+        local = sum(self.of(earlier, self.ranks) == node for earlier in range(seat))
+        return Seat(seat, self.ranks, port, self.address, node, self.here(node, self.ranks), local)
 
     def here(self, number: int, ranks: int) -> int:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
@@ -171,17 +173,6 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start the process of a member; arguments are as for `rank_process.run_member`."""
-
-    number: int
-    seat: Seat
-    late: bool
-    grace_s: float
-    work: bytes
-
-
-@dataclass(frozen=True)
 class Kill:
     number: int
 
@@ -257,7 +248,8 @@ class Link:
         self.silent_s = 0.0
         self._patience_s = patience_s
         self._sending = threading.Lock()
-        self._before = self._sent = time.monotonic()
+        self._stopwatch = Stopwatch()
+        self._sent = time.monotonic()
 
     def send(self, message: object) -> None:
         """Send a message; on failure, mark the link as down."""
@@ -277,13 +269,12 @@ class Link:
         except (OSError, EOFError):
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
-        now = time.monotonic()
         # After this process was paused, messages may be waiting.
-        self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
-        self._before = now
+        elapsed = self._stopwatch.elapsed()
+        self.silent_s = 0.0 if message is not None else self.silent_s + elapsed
         if self.silent_s >= self._patience_s:
             self.down = f"it has been silent for {self._patience_s:g} s"
-        if now - self._sent >= BEAT_S:
+        if time.monotonic() - self._sent >= BEAT_S:
             self.send(Heartbeat())
         return message
 
@@ -333,7 +324,7 @@ class Hub:
         self._devices = {nodes.number: nodes.devices}
         self._news: set[int] = set()
         self._links = MachineLinks()
-        self._looked = time.monotonic()
+        self._stopwatch = Stopwatch()
         self._lock = threading.Lock()
         self._closed = False
         self._over: Over | None = None
@@ -404,9 +395,7 @@ class Hub:
 
     def drop_unreachable(self) -> None:
         """End the processes of machines that cannot reach other machines; call this often."""
-        now = time.monotonic()
-        elapsed = min(now - self._looked, PAUSE_S)
-        self._looked = now
+        elapsed = self._stopwatch.elapsed()
         with self._lock:
             # If the leader does not hear a machine either, only the link between the leader and this machine counts.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
@@ -600,13 +589,9 @@ def host_of(link: Link) -> str:
 def _watched(connected: socket.socket, patience_s: float) -> None:
     """Let the operating system drop connections whose peer does not answer."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_NODELAY", 1),
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", int(patience_s)),
-        ("TCP_USER_TIMEOUT", int(1000 * patience_s)),
-    ):
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": int(patience_s)}
+    options["TCP_USER_TIMEOUT"] = int(1000 * patience_s)
+    for name, value in options.items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from hydragraph.cluster.supervision.etcd_register import Register
 from hydragraph.cluster.supervision.leadership import Lease, LeaseView, asking, learned, wanted
@@ -25,16 +25,8 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
     """This machine no longer leads, and its ranks have been ended."""
 
 
-@dataclass(frozen=True)
-class Fence:
-    """Two functions: one returns whether this machine's ranks may continue, the other ends them."""
-
-    may_live: Callable[[LeaseView, float], bool]
-    end: Callable[[], None]
-
-
 class Election:
-    """Election of the leader, as seen by machine `node`; threads renew or watch the lease and apply the fence.
+    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply `guard`.
 
     Args:
         before: value for `Lease.before` that this machine read from the output folder.
@@ -44,8 +36,9 @@ class Election:
         self._register = register
         self._own = Lease(node=node, holder=uuid.uuid4().hex, before=before)
         self.standing = LeaseView()
-        self._text = self._record = ""
-        self._fence: Fence | None = None
+        self.record = ""
+        self._text = ""
+        self._fence: tuple[Callable[[LeaseView, float], bool], Callable[[], None]] | None = None
         self.silent = ""  # why the register does not answer; "" if it does
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -70,11 +63,9 @@ class Election:
         """Join the run of a leader that this machine has reached; the run may have begun earlier."""
         self._own = replace(self._own, before=self.standing.lease.before)
 
-    def guard(self, fence: Fence) -> None:
-        self._fence = fence
-
-    def record(self) -> str:
-        return self._record
+    def guard(self, may_live: Callable[[LeaseView, float], bool], end_ranks: Callable[[], None]) -> None:
+        """Call `end_ranks` whenever `may_live(lease view, time)` is false."""
+        self._fence = (may_live, end_ranks)
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
         """Write the lease's fields and the record; if this machine does not lead, raise Deposed without writing."""
@@ -112,9 +103,11 @@ class Election:
                 _LOG.exception("a step of the leader's election failed, and will be repeated")
 
     def _guard(self) -> None:
-        fence = self._fence
-        if fence is not None and not fence.may_live(self.standing, time.monotonic()):
-            fence.end()
+        if self._fence is None:
+            return
+        may_live, end_ranks = self._fence
+        if not may_live(self.standing, time.monotonic()):
+            end_ranks()
 
     def _take_part(self) -> None:
         with self._lock:
@@ -135,7 +128,7 @@ class Election:
                 return False
             self.silent = ""
             self._learn(text, sent)
-            self._record = record
+            self.record = record
             return True
 
     def _swap(self, lease: Lease, record: str | None = None) -> bool:
@@ -148,7 +141,7 @@ class Election:
             return False
         if accepted:
             self._learn(text, sent)
-            self._record = self._record if record is None else record
+            self.record = self.record if record is None else record
         return accepted
 
     def _learn(self, text: str, sent: float) -> None:

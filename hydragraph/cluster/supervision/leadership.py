@@ -135,9 +135,7 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
     """
     if now - standing.answered > TTL_S:
         return False  # cut off from the register: others may continue
-    if standing.leads(now):
-        return True
-    if refused or standing.expired:
+    if standing.leads(now) or refused or standing.expired:
         return True
     if standing.lease.term != term:
         return not standing.lease.place or now - standing.placed < REACH_S

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from hydragraph.cluster.failure.failure_detector import PAUSE_S
+from hydragraph.cluster.failure.failure_detector import Stopwatch
 from hydragraph.cluster.failure.time_limits import UNHEARD_S
 
 _SEND_S = 0.25
@@ -49,21 +49,19 @@ class LinkProbe:
     def _run(self) -> None:
         silent_s: dict[int, float] = {}  # by machine, for machines heard before
         unheard: tuple[int, ...] = ()
-        before = time.monotonic()
+        stopwatch = Stopwatch()
         sent = 0.0
         while not self._closed.is_set():
             heard = self._heard()
-            now = time.monotonic()
             # After a pause of this process, datagrams are waiting or were dropped.
-            elapsed = min(now - before, PAUSE_S)
-            before = now
+            elapsed = stopwatch.elapsed()
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
             silent_nodes = tuple(sorted(node for node, seconds in silent_s.items() if seconds >= UNHEARD_S))
             if silent_nodes != unheard:
                 unheard = silent_nodes
                 self._tell(unheard)
-            if now - sent >= _SEND_S:
-                sent = now
+            if time.monotonic() - sent >= _SEND_S:
+                sent = time.monotonic()
                 for address in list(self._peers.values()):
                     with contextlib.suppress(OSError):  # no route
                         self._socket.sendto(self._tag + str(self._number).encode(), address)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.connection
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from hydragraph import log
 from hydragraph.cluster.failure.time_limits import UNREACHABLE_S
 from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
@@ -27,7 +23,8 @@ from hydragraph.cluster.processes.launched_ranks import (
     start,
     wait_for_outcomes,
 )
-from hydragraph.cluster.processes.rank_process import KEPT, Returned, run_member
+from hydragraph.cluster.processes.rank_process import Returned, Start, member_environment, run_member
+from hydragraph.cluster.processes.stop_requests import handling
 from hydragraph.cluster.supervision.coordinator import (
     BEAT_S,
     Back,
@@ -41,14 +38,13 @@ from hydragraph.cluster.supervision.coordinator import (
     Peers,
     ProbeAddress,
     Seated,
-    Start,
     Stop,
     Unheard,
     Welcome,
     host_of,
     reach,
 )
-from hydragraph.cluster.supervision.election import Election, Fence
+from hydragraph.cluster.supervision.election import Election
 from hydragraph.cluster.supervision.leadership import LeaseView, keeps
 from hydragraph.cluster.supervision.link_probe import LinkProbe
 from hydragraph.cluster.unreachable import TOLD_S, first_host
@@ -94,10 +90,10 @@ class Deputy:
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
         """Serve until the run ends, or this machine is preempted or elected; if elected, return its processes."""
-        before = self._listen()
+        before = handling({signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired})
         handed = None
         if self._election is not None:
-            self._election.guard(Fence(self._may_live, lambda: kill_here(list(self._crew.values()))))
+            self._election.guard(self._may_live, lambda: kill_here(list(self._crew.values())))
         try:
             patience_s = back_s if self._election is not None and self._election.standing.joined else arrival_s
             while (link := self._reach(patience_s)) is not None:
@@ -116,8 +112,7 @@ class Deputy:
         finally:
             if handed is None:
                 self._dismiss()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            before.close()
 
     @property
     def _election(self) -> Election | None:
@@ -143,12 +138,6 @@ class Deputy:
             f"the first machine ({self._nodes.address}) is lost: {link.down}; this machine ends its ranks, because "
             f"other machines may continue without them, and waits {back_s:g} s for the first machine"
         )
-
-    def _listen(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        handlers = {signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired}
-        return {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
     def _repaired(self, number: int, frame: object) -> None:
         self._back = True
@@ -240,15 +229,10 @@ class Deputy:
         multiprocessing.connection.wait(signs, BEAT_S / 4)
         message = link.hear(0.0)
         if isinstance(message, Start):
-            environment = {
-                **{k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
-                KEPT: kept,
-                "GROUP_RANK": str(self._nodes.number),
-            }
-            seat = replace(message.seat, environment=environment, log_level=log.shown())
             self._seats[message.number] = Seated(message.seat.rank, message.late)
-            arguments = (seat, message.number, message.late, message.grace_s, message.work, None)
-            self._crew[message.number] = start(self._context, message.number, run_member, *arguments)
+            environment = member_environment(kept, self._nodes.number)
+            process = start(self._context, message.number, run_member, message, variables=environment)
+            self._crew[message.number] = process
         elif isinstance(message, Kill) and message.number in self._crew:
             self._forget(message.number)
         elif isinstance(message, Welcome):

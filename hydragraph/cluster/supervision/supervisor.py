@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from hydragraph import log
-from hydragraph.cluster.failure.failure_detector import PAUSE_S
+from hydragraph.cluster.failure.failure_detector import Stopwatch
 from hydragraph.cluster.failure.fault_record import announce_death, last_fault
 from hydragraph.cluster.failure.time_limits import RETURN_S
 from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
-    Context,
+    Job,
     RankHandle,
     Stops,
     dismiss,
@@ -34,23 +31,23 @@ from hydragraph.cluster.processes.launched_ranks import (
 )
 from hydragraph.cluster.processes.rank_process import (
     HOST,
-    KEPT,
     Died,
     Left,
     Raised,
-    Readable,
     Returned,
     Seat,
+    Start,
+    member_environment,
     rebuilt,
     run_member,
 )
 from hydragraph.cluster.processes.rendezvous_stores import client
-from hydragraph.cluster.processes.stop_requests import Relay
+from hydragraph.cluster.processes.stop_requests import handling
 from hydragraph.cluster.rendezvous.protocol import Orders, Record, Rules, Said, awaited, decide
 from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix, record_of, record_text
-from hydragraph.cluster.supervision.coordinator import Handed, Hub, Nodes, Over, Start
-from hydragraph.cluster.supervision.election import Deposed, Election, Fence
-from hydragraph.cluster.supervision.leadership import GATHER_S
+from hydragraph.cluster.supervision.coordinator import Handed, Hub, Nodes, Over, Seated
+from hydragraph.cluster.supervision.election import Deposed, Election
+from hydragraph.cluster.supervision.leadership import GATHER_S, LeaseView
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 
@@ -68,21 +65,12 @@ _READYING = 3  # time for a new member to become ready, in multiples of `Elastic
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
 
 
-def run_members(
-    elastic: Elastic,
-    nodes: Nodes | None,
-    context: Context,
-    ranks: int,
-    port: int,
-    work: bytes,
-    timeout: timedelta | None,
-    prepared: Readable | None = None,
-    relay: Relay | None = None,
-) -> list[bytes]:
+def run_members(elastic: Elastic, nodes: Nodes | None, job: Job) -> list[bytes]:
     """Start ranks, keep them running, and return the pickled results of the ranks that remain."""
+    ranks = job.ranks
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
-    if nodes is not None and nodes.election is not None and handed is not None and (text := nodes.election.record()):
+    if nodes is not None and nodes.election is not None and handed is not None and (text := nodes.election.record):
         saved = json.loads(text)
         ranks = saved["ranks"]
         nodes = replace(nodes, ranks=ranks, placed=tuple(saved["devices"]))
@@ -90,21 +78,14 @@ def run_members(
             raise ValueError(refusal)
 
     def started(number: int, seat: int, late: bool) -> RankHandle:
-        place = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
-        if hub is not None:
-            placed = hub.nodes
-            node = placed.of(seat, placed.ranks)
-            local = placed.local(seat, placed.ranks)
-            place = replace(place, ranks=placed.ranks, host=placed.address, node=node, local=local)
-            place = replace(place, here=placed.here(node, placed.ranks))
-            if node != placed.number:
-                order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
-                return hub.start(node, order)
-            own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
-            place = replace(place, environment={**own, "GROUP_RANK": str(node)})
-        return start(context, number, run_member, place, number, late, elastic.grace_s, work, prepared)
+        place = Seat(seat, ranks, job.port) if hub is None else hub.nodes.seat(seat, job.port)
+        order = Start(number, place, late, elastic.grace_s, job.work, job.prepared)
+        if hub is not None and place.node != hub.nodes.number:
+            return hub.start(place.node, replace(order, prepared=None))
+        environment = member_environment(kept.name, None if hub is None else place.node)
+        return start(job.context, number, run_member, order, variables=environment)
 
-    store = client(HOST if nodes is None else nodes.address, port)
+    store = client(HOST if nodes is None else nodes.address, job.port)
     hub: Hub | None = None
     supervisor = Supervisor(started, store, ranks, elastic, crew=[] if handed is None else list(handed.crew))
     over: Over | None = Over()
@@ -112,15 +93,15 @@ def run_members(
         if nodes is not None and nodes.election is not None:
             supervisor.lead(nodes.election)
         if nodes is not None:
-            hub = supervisor.hub = Hub(nodes, port)
-            write_address(kept.name, nodes.address, port)
+            hub = supervisor.hub = Hub(nodes, job.port)
+            write_address(kept.name, nodes.address, job.port)
         if handed is not None:
             supervisor.adopt(handed)
         elif hub is not None:
             hub.gather(_ARRIVAL, supervisor.enough)
             supervisor.place()
-        with (relay or Relay()).to([supervisor]), _on_return(supervisor.refill):
-            supervisor.run(timeout)
+        with job.relay.to([supervisor]), handling({signal.SIGUSR1: supervisor.refill}):
+            supervisor.run(job.timeout_s)
         return supervisor.results()
     except Deposed:
         # Processes on other machines continue under the next leader.
@@ -136,13 +117,6 @@ def run_members(
         if hub is not None:
             hub.close(over)
         kept.cleanup()
-
-
-def _on_return(refill: Callable[[], None]) -> ExitStack:
-    undo = ExitStack()
-    if threading.current_thread() is threading.main_thread():
-        undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: refill()))
-    return undo
 
 
 @dataclass(eq=False)
@@ -161,18 +135,17 @@ class Supervisor:
     _election: Election | None = None
     crew: list[RankHandle] = field(default_factory=list)
     _record: Record = field(default_factory=Record)
-    _seats: dict[int, int] = field(default_factory=dict)  # by member
+    _seats: dict[int, Seated] = field(default_factory=dict)  # by member
     _since: dict[int, float] = field(default_factory=dict)  # time when a member became a rank
     _waiting: dict[int, float] = field(default_factory=dict)  # seats to be refilled, and when
     _short: dict[int, int] = field(default_factory=dict)  # consecutive short-lived processes, by seat
     _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
     _lost: list[RankHandle] = field(default_factory=list)
-    _late: set[int] = field(default_factory=set)  # members that prepare while others run
     _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are available again
     _waited: dict[int, float] = field(default_factory=dict)  # seconds that others have waited for a member
     _readying: dict[int, float] = field(default_factory=dict)  # seconds of preparing while others run, by member
     _stops: Stops = field(default_factory=Stops)
-    _before: float = field(default_factory=time.monotonic)
+    _stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _fatal_at: float | None = None
     _stop: bool = False
     _told_stop: bool = False
@@ -184,9 +157,9 @@ class Supervisor:
         self._place = Registers(self._store)
         self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
-    def run(self, timeout: timedelta | None) -> None:
+    def run(self, timeout_s: float) -> None:
         """Run until all members have ended and no new ones can start."""
-        deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
+        deadline = time.monotonic() + timeout_s
         if not self.crew:
             self._place.order(self._record.orders)
             for seat in self._every_seat:
@@ -199,25 +172,25 @@ class Supervisor:
                 return
             if self._election is not None:
                 self._election.check()
-            self._hear()
+            for member in wait_for_outcomes(self._live(), self._stops, _LOOK_S):
+                self._ended(member)
             if self._fatal_at is None:
                 self._coordinate()
                 self._replace()
         if self._fatal_at is None and time.monotonic() >= deadline:
-            seconds = timeout.total_seconds() if timeout is not None else 0.0
             members = [member.rank for member in self._live()]
-            raise TimeoutError(f"launch: processes {members} had not returned after {seconds:g} s")
+            raise TimeoutError(f"launch: processes {members} had not returned after {timeout_s:g} s")
 
     def lead(self, election: Election) -> None:
         """Lead until this machine's lease ends; a thread then kills this machine's ranks."""
         self._election = election
-        election.guard(Fence(lambda standing, now: standing.leads(now), lambda: kill_here(list(self.crew))))
+        election.guard(LeaseView.leads, lambda: kill_here(list(self.crew)))
 
     def adopt(self, handed: Handed) -> None:
         """Continue with the members of an earlier leader; raise RankFailure if all have ended."""
         assert self.hub is not None
         assert self._election is not None
-        text = self._election.record()
+        text = self._election.record
         nodes: set[int] = set()
         if text:
             saved = json.loads(text)
@@ -231,13 +204,12 @@ class Supervisor:
         self.crew += crew
         if not self.crew:
             raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had no ranks")
-        for member, seated in {**handed.seats, **seats}.items():
-            self._seats[member] = seated.seat
-            self._late |= {member} if seated.late else set()
+        self._seats = {**handed.seats, **seats}
+        for member, seated in self._seats.items():
             peer = Peer(member, seated.seat, 0, "", node=self._node(seated.seat))
             self._place.adopt(peer, Said(ready=not seated.late))
         self._place.order(self._record.orders)
-        vacant = set(self._every_seat) - {self._seats[member.rank] for member in self.crew} - self._empty
+        vacant = set(self._every_seat) - {self._seats[member.rank].seat for member in self.crew} - self._empty
         if self._elastic.rejoin:
             self._waiting = dict.fromkeys(vacant, time.monotonic() + _REJOIN_S)
         else:
@@ -273,7 +245,7 @@ class Supervisor:
         if self._election is not None:
             members = {self._next - 1, *(member.rank for member in self._live())}
             # The seat of a member that was lost with the previous leader is unknown.
-            nodes = {self._node(self._seats[member]) for member in members if member in self._seats}
+            nodes = {self._node(self._seats[member].seat) for member in members if member in self._seats}
             saved = {"record": record_text(self._record), "next": self._next}
             saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes), "ranks": self._ranks}
             saved |= {"devices": () if self.hub is None else self.hub.nodes.placed}
@@ -282,7 +254,7 @@ class Supervisor:
     def terminate(self) -> None:
         self._stop = True  # called from a signal handler
 
-    def refill(self) -> None:
+    def refill(self, *_: object) -> None:
         """Start processes in empty seats whose devices are available again."""
         self._back = True
 
@@ -293,15 +265,14 @@ class Supervisor:
         if returned and self._fatal_at is None:
             return [returned[member].value for member in dict.fromkeys(order) if member in returned]
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
-        raise_failure(at_fault or self._lost, last_fault(self._store), None)
+        raise_failure(at_fault or self._lost, last_fault(self._store), math.inf)
         left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
         raise RankFailure(0, "", f"no rank is left: {left[0] if left else self._record.orders.over or 'all were lost'}")
 
     def _start(self, seat: int, late: bool) -> None:
         number = self._next
         self._next += 1
-        self._seats[number] = seat
-        self._late |= {number} if late else set()
+        self._seats[number] = Seated(seat, late)
         self._save()
         self._place.say(number, Said(ready=not late))
         self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
@@ -325,17 +296,11 @@ class Supervisor:
         current = set(self._record.current)
         return returned and not any(member.rank in current for member in self._live())
 
-    def _hear(self) -> None:
-        waiting = self._live()
-        here = [member for member in waiting if member.process.pid]
-        for member in wait_for_outcomes(waiting, self._stops, _LOOK_S, visible=here):
-            self._ended(member)
-
     def _ended(self, member: RankHandle) -> None:
         outcome = member.outcome
         if isinstance(outcome, Returned | Left):
             if isinstance(outcome, Left):
-                self._empty.add(self._seats[member.rank])
+                self._empty.add(self._seats[member.rank].seat)
                 self._forget(member)
             return
         assert outcome is not None
@@ -348,11 +313,12 @@ class Supervisor:
         if again and (member.rank in current or not self._held):
             self._fatal_at = time.monotonic() + _GRACE_S
             return
-        _LOG.warning("process %d, in seat %d, is lost: %s", member.rank, self._seats[member.rank], how)
+        seat = self._seats[member.rank].seat
+        _LOG.warning("process %d, in seat %d, is lost: %s", member.rank, seat, how)
         self._lost = [*(other for other in self._lost if other.rank != member.rank), member]
         self._forget(member)
         if again:
-            self._empty.add(self._seats[member.rank])
+            self._empty.add(seat)
         else:
             self._plan_replacement(member)
 
@@ -367,7 +333,7 @@ class Supervisor:
         forget(member)
 
     def _plan_replacement(self, member: RankHandle) -> None:
-        seat = self._seats[member.rank]
+        seat = self._seats[member.rank].seat
         ready = self._held and (member.rank in self._record.current or self._place.said(member.rank).ready)
         self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
@@ -385,15 +351,12 @@ class Supervisor:
             self._refill_seats(self._empty)
             self._back = False
         for node in () if self.hub is None else self.hub.arrived():
-            self._welcome(node)
+            occupied = {self._seats[member.rank].seat for member in self._live()}
+            self._refill_seats({seat for seat in self._every_seat if self._node(seat) == node} - occupied)
         for seat, when in list(self._waiting.items()):
             if time.monotonic() >= when and self._there(seat):
                 del self._waiting[seat]
                 self._start(seat, late=self._held or seat >= self._ranks)
-
-    def _welcome(self, node: int) -> None:
-        occupied = {self._seats[member.rank] for member in self._live()}
-        self._refill_seats({seat for seat in self._every_seat if self._node(seat) == node} - occupied)
 
     def _refill_seats(self, seats: AbstractSet[int]) -> None:
         self._waiting |= dict.fromkeys(seats, time.monotonic())
@@ -425,12 +388,10 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        now = time.monotonic()
-        elapsed = min(now - self._before, PAUSE_S)  # limited, because this process may have been paused
-        self._before = now
+        elapsed = self._stopwatch.elapsed()
         late = awaited(self._record, said) if self._held else ()  # before any state exists, all members begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
-        coming = [member for member, one in said.items() if self._held and member in self._late and not one.ready]
+        coming = [member for member, one in said.items() if self._held and self._seats[member].late and not one.ready]
         self._readying = {member: self._readying.get(member, 0.0) + elapsed for member in coming}
         limit = self._elastic.progress_s
         for member in self._live():
@@ -440,7 +401,7 @@ class Supervisor:
             elif self._readying.get(member.rank, 0.0) >= _READYING * limit:
                 how = f"was not ready after {_READYING * limit:g} s ({_READYING} times progress_s), and was killed"
             if how:
-                member.outcome = Died(now, how)
+                member.outcome = Died(time.monotonic(), how)
                 self._ended(member)
 
     def _said(self) -> Mapping[int, Said]:
@@ -448,7 +409,7 @@ class Supervisor:
         said = {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
         self._held = self._held or any(one.holds for one in said.values())
         # Until state exists, late members cannot join.
-        return said if self._held else {member: one for member, one in said.items() if member not in self._late}
+        return said if self._held else {member: one for member, one in said.items() if not self._seats[member].late}
 
 
 def _told(before: Orders, after: Orders) -> None:

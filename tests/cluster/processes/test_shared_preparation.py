@@ -132,7 +132,7 @@ def test_preparing_takes_too_long() -> None:
 
 def test_preparing_leaves_no_time() -> None:
     with pytest.raises(TimeoutError, match="`prepare` used up the timeout of 1 s"):
-        left_of(timedelta(seconds=1), time.monotonic() - 2)
+        left_of(1.0, time.monotonic() - 2)
 
 
 def fail(prepared: None, culprit: int, how: str, folder: Path) -> None:

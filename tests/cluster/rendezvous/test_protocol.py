@@ -205,7 +205,7 @@ def test_while_nobody_has_begun_all_are_waited_for() -> None:
         assert decide(record, said, rules).orders.proposal.members == (0, 2)
         whole = decide(record, {**said, 3: Said(ready=True)}, rules).orders.proposal
         assert whole.members == (0, 2, 3)
-        assert not whole.holds
+        assert whole.before == (None, None, None)
     holding = {m: replace(each, holds=1) for m, each in left.items()}
     assert decide(met, holding, rules, coming=1).orders.proposal.members == (0, 2), "they continue alone"
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.cluster.processes.launched_ranks import outcome_of, private_folder
-from hydragraph.cluster.processes.rank_process import Died, Returned, Seat
+from hydragraph.cluster.processes.rank_process import Died, Returned, Seat, Start
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision import broken_links
 from hydragraph.cluster.supervision import coordinator as module
@@ -34,7 +34,6 @@ from hydragraph.cluster.supervision.coordinator import (
     Peers,
     ProbeAddress,
     Seated,
-    Start,
     Unheard,
     Welcome,
     nodes_of,
@@ -67,7 +66,7 @@ def heard(link: Link, kind: type) -> Any:
 
 
 def order(number: int) -> Start:
-    return Start(number, Seat(number, 4, 1, {}), late=False, grace_s=1.0, work=b"")
+    return Start(number, Seat(number, 4, 1), late=False, grace_s=1.0, work=b"")
 
 
 def at(address: str) -> Nodes:
@@ -91,7 +90,7 @@ def hub(first: Nodes) -> Iterator[Hub]:
 @given(st.integers(1, 6), st.integers(0, 20), st.integers(0, 9))
 def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, spares: int) -> None:
     ranks = count + more
-    nodes = Nodes(0, count, "", 0)
+    nodes = Nodes(0, count, "", 0, ranks=ranks)
     dealt = [nodes.of(seat, ranks) for seat in range(ranks)]
     assert dealt == sorted(dealt)
     each = [nodes.here(node, ranks) for node in range(count)]
@@ -100,7 +99,7 @@ def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, 
     assert all(nodes.of(ranks + spare, ranks) == spare % count for spare in range(spares))
     seats = range(ranks + spares)
     for node in range(count):
-        local = [nodes.local(seat, ranks) for seat in seats if nodes.of(seat, ranks) == node]
+        local = [seat.local for seat in (nodes.seat(seat, 1) for seat in seats) if seat.node == node]
         assert local == list(range(len(local)))
 
 

@@ -11,7 +11,8 @@ import pytest
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision import election as module
 from hydragraph.cluster.supervision import leadership
-from hydragraph.cluster.supervision.election import Deposed, Election, Fence
+from hydragraph.cluster.supervision.election import Deposed, Election
+from hydragraph.cluster.supervision.leadership import LeaseView
 from tests.registers import StoreRegister
 
 PATIENCE_S = 30.0
@@ -53,7 +54,7 @@ def test_the_next_machine_leads_once_the_first_one_reaches_the_register_no_more(
     second.join()
     assert second.before == 5.0, "the run had begun"
     ended: list[float] = []
-    first.guard(Fence(lambda standing, now: standing.leads(now), lambda: ended.append(time.monotonic())))
+    first.guard(LeaseView.leads, lambda: ended.append(time.monotonic()))
     first.write(place="here", record="the run")
     until(lambda: second.standing.lease.place == "here")
     registers[0].answers = False
@@ -63,7 +64,7 @@ def test_the_next_machine_leads_once_the_first_one_reaches_the_register_no_more(
     assert ended[0] < elected
     assert second.standing.lease.prior == 0
     assert not second.standing.lease.place
-    assert second.record() == "the run"
+    assert second.record == "the run"
     assert second.standing.lease.before == 5.0
     with pytest.raises(Deposed, match="no longer leads: the register does not answer"):
         first.check()

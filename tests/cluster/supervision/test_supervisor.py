@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from hydragraph.cluster.supervision.supervisor import Supervisor
 from hydragraph.errors import RankFailure
 from hydragraph.spec.elastic import Elastic
 
-LIMIT = timedelta(seconds=120)  # against a hang
+LIMIT_S = 120.0  # against a hang
 FAILED = BlockingIOError(11, "Resource temporarily unavailable")
 
 
@@ -62,7 +61,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_start_that_fails_is_repeated_in_its_own_seat(store: Any, fails: int) -> None:
     starts = Starts(broken=1, fails=fails, returns=fails + 1)
     supervisor = Supervisor(starts, store, 2, Elastic(min_ranks=1))
-    supervisor.run(LIMIT)
+    supervisor.run(LIMIT_S)
     assert supervisor.results() == [b"done"]
     assert starts.counts == {0: 1, 1: fails + 1}
 
@@ -70,7 +69,7 @@ def test_a_start_that_fails_is_repeated_in_its_own_seat(store: Any, fails: int) 
 def test_starts_that_fail_again_and_again_leave_the_seat_empty(store: Any) -> None:
     starts = Starts(broken=1, fails=100, returns=3)
     supervisor = Supervisor(starts, store, 2, Elastic(min_ranks=1))
-    supervisor.run(LIMIT)
+    supervisor.run(LIMIT_S)
     assert supervisor.results() == [b"done"]
     assert starts.counts == {0: 1, 1: 3}
 
@@ -78,7 +77,7 @@ def test_starts_that_fail_again_and_again_leave_the_seat_empty(store: Any) -> No
 def test_a_launch_none_of_whose_processes_can_be_started_says_why(store: Any) -> None:
     starts = Starts(broken=0, fails=100, returns=0)
     supervisor = Supervisor(starts, store, 1, Elastic(min_ranks=1))
-    supervisor.run(LIMIT)
+    supervisor.run(LIMIT_S)
     with pytest.raises(RankFailure, match=r"could not be started: .*Resource temporarily unavailable"):
         supervisor.results()
     assert starts.counts == {0: 3}
