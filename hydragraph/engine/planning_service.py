@@ -27,8 +27,6 @@ class PlanService:
     """
 
     def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
-        if workers < 1 or ahead < 1:
-            raise ValueError(f"'workers' is {workers} and 'ahead' is {ahead}: give at least 1 for both")
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
@@ -38,7 +36,6 @@ class PlanService:
         self._number = 0  # the request's version
         self._told = [-1] * workers  # each process's version of the request; -1: none
         self._closed = False
-        self.replaced = 0
         self.answered = False
         self._threads = [
             threading.Thread(target=self._tend, args=(i,), name=f"hydragraph-planner-{i}", daemon=True)
@@ -88,19 +85,12 @@ class PlanService:
         for thread in self._threads:
             thread.join()
 
-    @property
-    def pids(self) -> list[int]:
-        processes = [worker.process for worker in self._workers if worker is not None]
-        return [process.pid for process in processes if process.poll() is None]
-
     def _tend(self, index: int) -> None:
         while (lengths := self._jobs.get()) is not None and not self._closed:
             with self._changed:
                 number = self._number
-                plan_is_due = (
-                    lengths in self._plans and self._plans[lengths] is None
-                )  # a mini-batch may be queued twice
-            if not plan_is_due:
+                planned = lengths not in self._plans or self._plans[lengths] is not None
+            if planned:  # or discarded; a mini-batch may be queued twice
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
@@ -117,7 +107,6 @@ class PlanService:
             except GONE:
                 if self._closed:
                     break
-                self.replaced += 1
                 _LOG.info("planning process %d died; another process plans its mini-batch", index)
                 self._end(index)
             except Exception as raised:  # keep this thread alive

@@ -29,7 +29,6 @@ class IterationPlan:
     assignment: Assignment
     seconds: float
     hidden_s: float
-    exposed_s: float
     late: bool = False
 
 
@@ -42,14 +41,11 @@ class IterationPlanner:
     """
 
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
-        self._request = request
         self._policy = policy
-        self.static = static
-        self._chosen = request if static is None else request.only(static)
         self._service: PlanService | None = None
-        self._last = static or 0
-        self._latest: tuple[tuple[int, ...], IterationPlan] | None = None
         self._hurries = False
+        self._latest: tuple[tuple[int, ...], IterationPlan] | None = None
+        self.change(request, static)
 
     def announce(self, lengths: Sequence[int]) -> None:
         if self._policy.workers and self._service is None:
@@ -73,7 +69,7 @@ class IterationPlanner:
             return plan
         if self._service is not None:
             self._service.take(key, 0.0)  # makes room in the queue
-        return replace(self._latest[1], hidden_s=0.0, exposed_s=time.perf_counter() - began)
+        return replace(self._latest[1], hidden_s=0.0)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
         # Planning processes know only the static candidate, if any.
@@ -112,9 +108,8 @@ class IterationPlanner:
             self._service.close()
 
     def _static_takes(self, lengths: Sequence[int]) -> bool:
-        return (
-            self.static is None or self._request.guessed or self._request.reach(self.static) >= max(lengths, default=0)
-        )
+        longest = max(lengths, default=0)
+        return self.static is None or self._request.guessed or self._request.reach(self.static) >= longest
 
     def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
         if planned.choice is None:
@@ -126,7 +121,7 @@ class IterationPlanner:
         hidden = max(0.0, planned.seconds - waited)
         seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
         _LOG.debug("planned %s micro-batches of strategy %d, waited %.3g s", assignment.counts, self._last, waited)
-        return IterationPlan(self._last, assignment, seconds, hidden, waited)
+        return IterationPlan(self._last, assignment, seconds, hidden)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
         longest = max(lengths, default=0)
@@ -134,10 +129,9 @@ class IterationPlanner:
         reach = [request.reach(i) for i in range(len(request.candidates))]
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(request.candidates[chosen], lengths)
-        waited = time.perf_counter() - began
         _LOG.info(
             "the plan was not ready after %.2g s: strategy %d is used, with the sequences assigned longest first",
-            waited,
+            time.perf_counter() - began,
             chosen,
         )
-        return IterationPlan(chosen, assignment, 0.0, 0.0, waited, late=True)
+        return IterationPlan(chosen, assignment, 0.0, 0.0, late=True)

@@ -16,6 +16,7 @@ from hydragraph.engine import candidate_strategies
 from hydragraph.engine.strategy_selector import Chooser
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests import models
+from tests.engine.test_planning_service import pids_of
 from tests.generations import regroup
 from tests.own_models import small
 from tests.ready import Ready
@@ -98,7 +99,7 @@ def planning_processes(prepared: Ready) -> list[int]:
         planner = chooser._planner
         if planner is not None:
             assert planner._service is not None
-            pids += planner._service.pids
+            pids += pids_of(planner._service)
     exe.close()
     return pids
 
