@@ -56,7 +56,7 @@ def verify_command(options: VerifyOptions) -> None:
 def verify_rank(config: TrainConfig) -> list[ParityRow]:
     from hydragraph.cluster.launch import join
     from hydragraph.engine import api
-    from hydragraph.engine.single_device_parity import verify
+    from hydragraph.engine.single_device_parity import reference, verify
     from hydragraph.frontend.same_masks import same_masks
     from hydragraph.kernels.philox import key_of, keys_of
     from hydragraph.train.config_checks import check_settings, read_strategies
@@ -87,7 +87,8 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
         if config.objective is not None:
             batch = PairedSteps(executor, config.objective.loss).weighted(batch)
         drawn = masks if executor.program.drops else None
-        rows = verify(model, executor, strategies, batch, world.rank, drawn, config.label_smoothing)
+        expected = reference(model, batch, drawn, config.label_smoothing) if world.rank == 0 else None
+        rows = verify(executor, strategies, batch, expected)
         executor.close()
         return rows
 

@@ -136,23 +136,15 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
         error = float((gradients[name].double().cpu() - gradient.double()).norm())
         tolerance = GRADIENT_TOLERANCE * norm + GLOBAL_TOLERANCE * everything
         ratio = error / tolerance if tolerance else (math.inf if error else 0.0)
-        rows.append(
-            ParityRow(strategy, loss, expected.loss, name, error, norm, math.inf if math.isnan(ratio) else ratio)
-        )
+        ratio = math.inf if math.isnan(ratio) else ratio
+        rows.append(ParityRow(strategy, loss, expected.loss, name, error, norm, ratio))
     return max(rows, key=lambda row: row.ratio)
 
 
 def verify(
-    model: nn.Module,
-    executor: Comparable,
-    strategies: Sequence[Strategy],
-    sequences: Sequences,
-    rank: int,
-    masks: Masks | None = None,
-    label_smoothing: float = 0.0,
+    executor: Comparable, strategies: Sequence[Strategy], sequences: Sequences, expected: Reference | None
 ) -> list[ParityRow]:
-    """Compare strategies with one device; return a row per strategy on rank 0, else []. All ranks call this."""
-    expected = reference(model, sequences, masks, label_smoothing) if rank == 0 else None
+    """Compare strategies with one device; return a row per strategy, or [] without a reference. All ranks call this."""
     rows = []
     for strategy in strategies:
         loss = executor.evaluate(sequences, strategy).loss

@@ -74,15 +74,15 @@ def test_refuses_sequences_without_targets() -> None:
 
 def test_passes_what_is_right() -> None:
     model = llama(layers=2)
-    rows = verify(model, executor(model), STRATEGIES, batch(), rank=0)
+    rows = verify(executor(model), STRATEGIES, batch(), reference(model, batch()))
     assert [row.strategy for row in rows] == [str(s) for s in STRATEGIES]
     assert all(row.passed for row in rows)
-    assert verify(model, executor(model), STRATEGIES, batch(), rank=1) == []
+    assert verify(executor(model), STRATEGIES, batch(), None) == []
 
 
 def test_finds_a_wrong_gradient_and_names_it() -> None:
     model = llama(layers=2)
-    row = verify(model, executor(model, error=1e-3), STRATEGIES[:1], batch(), rank=0)[0]
+    row = verify(executor(model, error=1e-3), STRATEGIES[:1], batch(), reference(model, batch()))[0]
     assert row.parameter == "model.norm.weight"
     assert row.error == pytest.approx(1e-3 * row.norm, rel=1e-2)
     assert row.loss_error <= 1e-5
@@ -92,7 +92,8 @@ def test_finds_a_wrong_gradient_and_names_it() -> None:
 @pytest.mark.parametrize(("error", "passed"), [(1e-6, True), (1e-4, False), (math.nan, False)])
 def test_holds_the_loss_to_its_tolerance(error: float, passed: bool) -> None:
     model = llama(layers=2)
-    assert verify(model, executor(model, loss_error=error), STRATEGIES[:1], batch(), rank=0)[0].passed is passed
+    row = verify(executor(model, loss_error=error), STRATEGIES[:1], batch(), reference(model, batch()))[0]
+    assert row.passed is passed
 
 
 def test_a_gradient_that_is_not_a_number_does_not_pass() -> None:
