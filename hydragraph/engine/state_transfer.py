@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from copy import deepcopy
@@ -24,7 +25,7 @@ from hydragraph.engine.session import Session
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.kernels.adamw import AdamW
 from hydragraph.runtime.state_agreement import AgreedState
-from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, Route, agreed_columns, carry, named
+from hydragraph.runtime.state_movement import CHUNK, OwnedState, Route, agreed_columns, carry, named
 
 _WHAT = "move"
 
@@ -76,19 +77,18 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
     own = OwnedState.of(session.home, session.optimizer)
     errors = [f"rank {session.world.rank}: {error}" for error in pieces.errors()]
 
-    def mine() -> tuple[Columns, dict[str, Any] | None, _Places, list[str]]:
+    def mine() -> tuple[Any, ...]:
         encoded("extra", dict(extra))  # raises an error unless `extra` is plain data
-        places = _Places(pieces.busy, pieces.written, pieces.last, pieces.new_series())
-        return own.columns, plain_state(session.home, session.optimizer), places, errors
+        plain = plain_state(session.home, session.optimizer)
+        return own.columns, plain, pieces.busy, pieces.written, pieces.last, pieces.new_series(), errors
 
-    reports = together(groups, "keep", mine)
-    columns = agreed_columns([columns for columns, *_ in reports])
-    plains = [Plain(**plain) for _, plain, *_ in reports if plain is not None]
-    places = [rank_places for _, _, rank_places, _ in reports]
-    last = max((rank_places.last for rank_places in places if rank_places.last is not None), default=None)
-    series = places[0].new_series if last is None or last.step >= step else last.series
-    busy = frozenset[Tier]().union(*(rank_places.busy for rank_places in places))
-    whole = {tier: kept for tier, kept in places[0].written.items() if all(e.written.get(tier) == kept for e in places)}
+    reports = zip(*together(groups, "keep", mine), strict=True)
+    all_columns, all_plains, busy, written, all_last, new_series, all_errors = reports
+    columns = agreed_columns(all_columns)
+    plains = [Plain(**plain) for plain in all_plains if plain is not None]
+    last = max((kept for kept in all_last if kept is not None), default=None)
+    series = new_series[0] if last is None or last.step >= step else last.series
+    whole = {tier: kept for tier, kept in written[0].items() if all(other.get(tier) == kept for other in written)}
     common = {
         "columns": named(columns),
         "steps": step,
@@ -98,24 +98,13 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         save_and_load.MODEL: (save_and_load.shapes_of(session.home), kind_of(session.optimizer)),
     }
     entry = partial(encoded, "extra", deepcopy(common))  # training changes the originals
-    pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
-    return tuple(error for *_, errors in reports for error in errors)
-
-
-@dataclass(frozen=True)
-class _Places:
-    busy: frozenset[Tier]
-    written: Mapping[Tier, Kept]
-    last: Kept | None
-    new_series: str
+    busy_anywhere = frozenset[Tier]().union(*busy)
+    pieces.put(Kept(step, series), own, buckets, columns, entry, busy_anywhere, whole, tidies=session.world.rank == 0)
+    return tuple(itertools.chain(*all_errors))
 
 
 def bring(
-    session: Session,
-    old: Session | None,
-    meeting: AgreedState,
-    restore: Restore | None,
-    buffers: Mapping[str, Tensor],
+    session: Session, old: Session | None, meeting: AgreedState, restore: Restore | None, buffers: Mapping[str, Tensor]
 ) -> Brought:
     """Fill a new session's state without changing the old state; all ranks call this.
 
@@ -142,10 +131,8 @@ def bring(
     nodes = [hosts.index(host) for host in hosts]
     there = HomeLayouts(meeting.home, meeting.ranks).by_name(session.program.buckets)
     source = {name: layout.renamed(meeting.before, nodes) for name, layout in there.items()}
-    stays = {
-        b.name for b in session.program.buckets if own and own.home.layouts[b.name] is session.home.layouts[b.name]
-    }
-    moving = [bucket for bucket in session.program.buckets if bucket.name not in stays]
+    before = own.home.layouts if own is not None else {}
+    moving = [b for b in session.program.buckets if before.get(b.name) is not session.home.layouts[b.name]]
     names = {parameter.name for bucket in moving for parameter in bucket.parameters}
     kinds = {name: kinds for name, kinds in agreed_columns(columns).items() if name in names}
     route = Route(moving, source, session.home.layouts, kinds)
