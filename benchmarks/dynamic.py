@@ -43,7 +43,7 @@ from benchmarks.memory import LiveBytes, adamw
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.engine.candidate_strategies import request_of
+from hydragraph.engine.candidate_strategies import Planning, request_of
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.planner.policy import Policy
@@ -195,7 +195,7 @@ def usable(strategies: Sequence[hg.Strategy], profile: Profile) -> tuple[dict[hg
     left_out: dict[str, str] = {}
     for strategy in strategies:
         try:
-            most = request_of([strategy], profile, RANKS, 0).reach(0)
+            most = request_of([strategy], Planning(profile), RANKS).reach(0)
         except Unsupported as error:  # a fit that failed, on a busy machine
             left_out[named(strategy)] = str(error)
             continue

@@ -45,7 +45,7 @@ import hydragraph as hg
 from benchmarks import plans
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.engine.candidate_strategies import request_of
+from hydragraph.engine.candidate_strategies import Planning, request_of
 from hydragraph.engine.live_reshard import Handover
 from hydragraph.engine.step_planner import IterationPlanner
 from hydragraph.planner.policy import Policy
@@ -427,7 +427,7 @@ def switching(ready_first: bool) -> Switching:
         before = [step() for _ in range(WARM)][2:]
         asked = True
         if exe.rank == 0:
-            exe.choose_from([new], request_of([new], None, exe.ranks, 0), ready_first=ready_first)
+            exe.choose_from([new], request_of([new], Planning(), exe.ranks), ready_first=ready_first)
         seconds = []
         while names.count(str(new)) < 2:
             seconds.append(step())

@@ -245,8 +245,7 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
     walked = max((walk(over=over).peak() for over in ended[1:]), key=lambda memory: memory.total)
     checked = check(exe.program, strategy, compiled, exe.ranks, sizes.lengths, home).memory[exe.rank]
     exe.close()
-    assert exe._running is not None
-    links = exe._session.preparer.get(*exe._running)
+    links = exe._session.preparer.get(*exe._ran[exe._communications])
     pulled, pushed = (sum(sent(each, exe.rank) for each in both.values()) for both in (links.pulls, links.pushes))
     return Measured(live.peak, checked, walked, expected, at_most, pulled * exe.program.dtype.itemsize, pushed * 4)
 

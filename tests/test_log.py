@@ -234,7 +234,7 @@ def test_the_command_line_shows_what_it_is_asked_for(tmp_path: Path) -> None:
     shown = run("train", config, "--log-level", "info")
     assert shown.exit_code == 0, shown.output
     names = {m[4] for line in shown.stderr.splitlines() if (m := LINE.fullmatch(line)) is not None}
-    assert {f"hydragraph.{n}" for n in ("frontend.capture", "engine.membership", "checkpoint.save_and_load")} <= names
+    assert {f"hydragraph.{n}" for n in ("frontend.capture", "engine.session", "checkpoint.save_and_load")} <= names
     assert log.shown() is None
     wrong = run("train", config, "--log-level", "loud")
     assert wrong.exit_code == 2

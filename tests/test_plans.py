@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.engine.candidate_strategies import candidates_of
+from hydragraph.engine.candidate_strategies import Planning, candidates_of
 from hydragraph.planner.policy import Policy
 from tests import reference
 from tests.cost import priced
@@ -132,12 +132,12 @@ def test_costs_of_other_ranks_are_refused() -> None:
 def test_auto_by_costs_that_cannot_plan_is_refused(layers: int, lengths: list[list[int]], why: str) -> None:
     program = hg.capture(llama(layers=LAYERS), check="off")
     with pytest.raises(hg.Unsupported, match=why):
-        candidates_of("auto", program, RANKS, priced.costs(layers, priced.mixed()), lengths)
+        candidates_of("auto", program, RANKS, Planning(priced.costs(layers, priced.mixed()), lengths))
 
 
 @thorough
 def test_auto_by_costs_names_no_device_that_is_lost() -> None:
     program = hg.capture(llama(layers=LAYERS), check="off")
     left = costs(hg.Health({0: math.inf, 1: math.inf, 2: math.inf}))
-    (only,) = candidates_of("auto", program, RANKS, left, [[24] * 12, [], [3, 90, 7]])
+    (only,) = candidates_of("auto", program, RANKS, Planning(left, [[24] * 12, [], [3, 90, 7]]))
     assert only.devices == (3,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,9 +93,10 @@ class _Source:
         return load(folder, record, self.dtype, ranks, trust)
 
     def key(self, strategy: Choices, backend: str | None) -> str:
-        arguments = (strategy, self.dtype, backend, mode_of(self.check), self.example, self.blocks)
-        said = [frontend.origin(self.model), read_by(self.model, self.loss), *map(_said, arguments)]
-        return hashlib.sha256("\n".join(said).encode()).hexdigest()
+        example = [(name, getattr(t, "dtype", t), getattr(t, "shape", ())) for name, t in (self.example or {}).items()]
+        arguments = (strategy, self.dtype, backend, mode_of(self.check), example, self.blocks)
+        texts = (frontend.origin(self.model), read_by(self.model, self.loss), repr(arguments))
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 @own_modes("capture")
@@ -195,30 +197,30 @@ def compile(
     """
     apart_now = joining or comes_late()
     backend = "eager" if deterministic and backend is None else backend
-    source = _Source(model, dtype, example, _loss_of(program, loss), blocks, check)
+    loss = program.loss if loss is None and isinstance(program, Program) else loss
+    source = _Source(model, dtype, example, loss, blocks, check)
+    options = ExecutableOptions(backend, deterministic, loss, seed, max_grad_norm, progress_s, blocks)
     automatic = isinstance(strategy, str) and strategy == "auto"
     world = apart(device) if apart_now else join(device)
     world.watch.progress_s = progress_s
     fewer = () if apart_now else seats_of_fewer(world)
     with world.watch.calling("compile"):
-        checked = (model, optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check, home)
-        owners = _on_all(world, lambda: _checked_options(*checked, progress_s))
+        owners = _on_all(world, lambda: _checked(source, optimizer, options, window, push_dtype, home))
         if compiled is not None or program is not None:
-            captured = _given(source, program, compiled, world, trust, apart_now)
+            program, library, variants = _given(source, program, compiled, world, trust, apart_now)
         else:
-            plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
-            captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
-        program = _for_gpus(_with_limits(captured.program, window, push_dtype), world)
+            program, library, variants = _captured(source, strategy, world, backend, apart_now, profile is not None)
+        program = _for_gpus(_with_limits(program, window, push_dtype), world)
         costs = _priced(profile, program, automatic, backend, world, optimizer)
         planning = Planning(costs, lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
             on = _backend(backend, world.device, deterministic)
-            subject = _subject(program, source, on, owners or AUTO, fewer, optimizer)
+            wanted = home_for(owners or AUTO, fewer) if fewer else owners or AUTO
+            subject = Subject.of(program, source.buffers, on, wanted, optimizer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
-        graphs = (mode_of(check), captured.library, captured.variants)
-        options = ExecutableOptions(backend, *graphs, deterministic, source.loss, seed, max_grad_norm, progress_s)
+        options = replace(options, check=mode_of(check), library=library, variants=variants)
         given = (model, program, strategy, optimizer, world, options)
-        executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=bool(apart_now or fewer))
+        executable = Executable(*given, planning=planning, home=owners, joining=bool(apart_now or fewer))
         if fewer:
             begin_with_fewer(executable, model, world, fewer)
     return _held(executable, joining)
@@ -260,17 +262,6 @@ def _backend(asked: str | None, device: torch.device, deterministic: bool) -> st
     return backend
 
 
-def _subject(
-    program: Program,
-    source: _Source,
-    backend: str,
-    home: Home,
-    fewer: Sequence[int],
-    optimizer: OptimizerFactory | None,
-) -> Subject:
-    return Subject.of(program, source.buffers, backend, home_for(home, fewer) if fewer else home, optimizer)
-
-
 def _held(executable: Executable, joining: bool) -> Executable:
     """Announce that an elastic rank holds state; if it started late, join the others to receive state."""
     if (member := here()) is not None and not comes_late():
@@ -281,84 +272,68 @@ def _held(executable: Executable, joining: bool) -> Executable:
     return executable
 
 
-def _checked_options(
-    model: nn.Module,
+def _checked(
+    source: _Source,
     optimizer: OptimizerFactory | None,
-    max_grad_norm: float | None,
-    deterministic: bool,
+    options: ExecutableOptions,
     window: int | None,
     push_dtype: torch.dtype,
-    seed: int,
-    check: str | bool,
     home: Home | str | None,
-    progress_s: float,
 ) -> Home | None:
-    frontend.check_model(model, "compile")
+    frontend.check_model(source.model, "compile")
     check_factory(optimizer)
-    mode_of(check)
+    mode_of(source.check)
     if window is not None and window < 0:
         raise ValueError(f"compile: 'window' is {window}: give a number of bytes, or None for the default")
-    if not progress_s > 0:
-        raise ValueError(f"compile: 'progress_s' is {progress_s}: give seconds above 0")
+    if not options.progress_s > 0:
+        raise ValueError(f"compile: 'progress_s' is {options.progress_s}: give seconds above 0")
     if push_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
-    if deterministic and push_dtype != torch.float32:
+    if options.deterministic and push_dtype != torch.float32:
         raise ValueError(
             f"compile: push_dtype {push_dtype} rounds each rank's sum, so results depend on the number of ranks: "
             "omit push_dtype or 'deterministic'"
         )
-    if type(seed) is not int:
-        raise ValueError(f"compile: 'seed' is {seed!r}: give an integer")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
-        raise ValueError(f"compile: max_grad_norm is {max_grad_norm!r}: give a number above 0, or None for no clipping")
+    if type(options.seed) is not int:
+        raise ValueError(f"compile: 'seed' is {options.seed!r}: give an integer")
+    norm = options.max_grad_norm
+    if norm is not None and not (isinstance(norm, Real) and norm > 0):
+        raise ValueError(f"compile: max_grad_norm is {norm!r}: give a number above 0, or None for no clipping")
     return home_of(home)
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    program: Program
-    library: CompiledFolder | None = None
-    variants: Variants | None = None
+_Captured = tuple[Program, CompiledFolder | None, Variants | None]
 
 
 def _given(
     source: _Source, program: Program | None, folder: str | Path | None, world: World, trust: bool, apart_now: bool
-) -> _Known:
-    def checked() -> None:
-        if program is None:
-            return
-        if folder is not None:
-            raise ValueError("compile: program= and compiled= were both given: pass only one of them")
-        check_loss_of(program, source.loss)
-        _check_origin(program, source)
-
-    _on_all(world, checked)
-    if folder is None:
-        assert program is not None
-        return _Known(program)
+) -> _Captured:
+    if program is not None:
+        _on_all(world, partial(_check_program, program, folder, source))
+        return program, None, None
+    assert folder is not None, "compile has a program or a folder"
     ranks = None if apart_now or here() is not None else world.ranks  # elastic runs change their number of ranks
-    library = _on_all(world, lambda: source.loaded(folder, ranks, trust))
+    library = _on_all(world, partial(source.loaded, folder, ranks, trust))
     if not library.checked(mode_of(source.check)):
         check_on_hosts(source.subject(library.program), source.check, world)
-    return _Known(library.program, library)
+    return library.program, library, None
 
 
 def _captured(
-    source: _Source,
-    strategy: Choices,
-    world: World,
-    backend: str | None,
-    apart_now: bool,
-    meanwhile: Callable[[], object] | None,
-) -> _Known:
-
+    source: _Source, strategy: Choices, world: World, backend: str | None, apart_now: bool, priced: bool
+) -> _Captured:
     def make() -> tuple[Program, Variants | None]:
         program = source.captured()
         return program, _compiled_for_all(program, strategy, world, backend)
 
     key = source.key(strategy, backend)
-    captured = kept("capture", key, make) if apart_now else once_per_machine(world, "capture", key, make, meanwhile)
-    return _Known(captured[0], variants=captured[1])
+    if apart_now:
+        program, variants = kept("capture", key, make)
+    else:
+        plans = priced or strategy == "auto" or not isinstance(strategy, Strategy | str)
+        meanwhile = get_ready if plans and world.rank == 0 else None
+        program, variants = once_per_machine(world, "capture", key, make, meanwhile)
+    return program, None, variants
 
 
 def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) -> Program:
@@ -379,25 +354,11 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
     if given == "auto":
         return variants
     try:
-        for strategy in candidates_of(given, program, world.ranks, None, None):
+        for strategy in candidates_of(given, program, world.ranks, Planning()):
             variants.compile([strategy])
     except ValueError:
         return None
     return variants
-
-
-def _said(value: object) -> str:
-    match value:
-        case Tensor():
-            return f"{value.dtype} {tuple(value.shape)}"
-        case Mapping():
-            return str({name: _said(part) for name, part in value.items()})
-        case str() | Strategy() | torch.dtype() | None:
-            return str(value)
-        case Sequence():
-            return str([_said(part) for part in value])
-        case _:
-            return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
@@ -412,11 +373,10 @@ def _on_all(world: World, make: Callable[[], T]) -> T:
     return returned[0]
 
 
-def _loss_of(program: Program | None, loss: Loss | None) -> Loss | None:
-    return program.loss if loss is None and isinstance(program, Program) else loss
-
-
-def _check_origin(program: Program, source: _Source) -> None:
+def _check_program(program: Program, folder: str | Path | None, source: _Source) -> None:
+    if folder is not None:
+        raise ValueError("compile: program= and compiled= were both given: pass only one of them")
+    check_loss_of(program, source.loss)
     if program.origin != frontend.origin(source.model):
         name = type(source.model).__name__
         raise ValueError(
@@ -486,8 +446,6 @@ class RankPrograms(Sequence[RankProgram]):
                 `cost.datasheet`.
             home: owners of the state, as for `compile`; ignored for Costs, which include owners.
         """
-        from hydragraph.cost.datasheet import datasheet
-
         costs = cluster
         if isinstance(costs, Cluster):
             costs = Costs(datasheet(self.program, costs, efficiency), costs, home=home_of(home))

@@ -40,21 +40,14 @@ class Made:
     refused: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    variants: Variants
-    check: StageCheck | None
-    strategies: Sequence[Strategy]
-
-
 class Beforehand:
     """Background process that prepares strategies."""
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
-        self._asked = _Asked(variants, check, tuple(strategies))
+        self._asked = (variants, check, tuple(strategies))
         self._folder = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # mode 0700
         self._process: subprocess.Popen[bytes] | None = None
-        self._offer: OfferedFile | None = None
+        self.offer: OfferedFile | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._make, name="hydragraph-beforehand", daemon=True)
         self._thread.start()
@@ -62,10 +55,6 @@ class Beforehand:
     @property
     def settled(self) -> bool:
         return not self._thread.is_alive()
-
-    @property
-    def offer(self) -> OfferedFile | None:
-        return self._offer if self.settled else None
 
     def close(self) -> None:
         self._closed = True
@@ -87,7 +76,7 @@ class Beforehand:
             status = self._process.wait(LIMIT_S)
             if status:
                 raise RuntimeError(f"the preparing process ended with status {status}")
-            self._offer = OfferedFile.of(folder / "made")
+            self.offer = OfferedFile.of(folder / "made")
             _LOG.info("prepared new strategies in %.1f s alongside training", time.monotonic() - began)
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
             if self._process is not None:
@@ -137,15 +126,15 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def made(asked: _Asked) -> Made:
+def made(variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> Made:
     try:
-        asked.variants.compile(asked.strategies)
-        if asked.check is not None:
-            for strategy in asked.strategies:
-                asked.check.check(strategy)
+        variants.compile(strategies)
+        if check is not None:
+            for strategy in strategies:
+                check.check(strategy)
     except ValueError as error:
         return Made(None, {}, str(error))
-    return Made(asked.variants, {} if asked.check is None else asked.check.passed)
+    return Made(variants, {} if check is None else check.passed)
 
 
 def end_with_stdin() -> None:
@@ -154,7 +143,7 @@ def end_with_stdin() -> None:
 
 
 def main(folder: Path) -> None:
-    write_value(folder / "made", made(read_value(folder / "asked")))
+    write_value(folder / "made", made(*read_value(folder / "asked")))
 
 
 if __name__ == "__main__":

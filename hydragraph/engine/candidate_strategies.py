@@ -57,8 +57,7 @@ def candidates_of(
     given: Choices,
     program: Program,
     ranks: int,
-    profile: Profile | Costs | None,
-    batches: Sequence[Sequence[int]] | None,
+    planning: Planning,
     home: Home | None = None,
     passed: Collection[Strategy] = (),
     streaming: bool = True,
@@ -68,7 +67,7 @@ def candidates_of(
     Args:
         given: one strategy, several strategies, or "auto", which searches for strategies that suit the data (with
             `hg.plan` if devices differ).
-        batches: sequence lengths of sample mini-batches; required by "auto".
+        planning: profile and sample mini-batches, which "auto" requires.
         home: owners of the state, for "auto"; None means equal shares.
 
     Raises:
@@ -76,6 +75,8 @@ def candidates_of(
             strategy.
         ValueError: a text cannot be parsed as a strategy.
     """
+    profile = planning.profile
+    batches = planning.lengths
     if isinstance(profile, Costs) and profile.ranks != ranks:
         raise Unsupported(
             f"the costs are for {profile.ranks} devices, but there are {ranks} ranks",
@@ -155,15 +156,8 @@ def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes:
 
 
 def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> HomeQuestion:
-    return HomeQuestion(
-        program.outline,
-        program.buckets,
-        tuple(strategies),
-        cluster_on(nodes),
-        home,
-        program.dtype.itemsize,
-        push_itemsize=program.push_dtype.itemsize,
-    )
+    asked = (tuple(strategies), cluster_on(nodes), home, program.dtype.itemsize)
+    return HomeQuestion(program.outline, program.buckets, *asked, push_itemsize=program.push_dtype.itemsize)
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:
@@ -227,12 +221,7 @@ def planned_for(
 
 
 def at_once_among(
-    world: World,
-    program: Program,
-    costs: Costs,
-    batches: Sequence[Sequence[int]],
-    home: Home,
-    running: Sequence[Strategy],
+    world: World, program: Program, costs: Costs, batches: Sequence[Sequence[int]], running: Sequence[Strategy]
 ) -> Strategy | None:
     """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
 
@@ -247,7 +236,7 @@ def at_once_among(
         if not sample or costs.profile.layers not in (None, program.layers):
             return None
         try:
-            plan = plan_at_once(costs.changed(home=home), Workload(lengths=sample), running)
+            plan = plan_at_once(costs, Workload(lengths=sample), running)
         except Unsupported:
             return None
         return plan.strategy if plan is not None and runs(program, plan.strategy, costs.ranks) else None
@@ -276,10 +265,10 @@ def _fits(program: Program, scheme: Scheme) -> bool:
     return pp <= program.layers and runs(program, strategy_of([scheme], program.layers), tp * pp)
 
 
-def request_of(
-    strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
-) -> PlanRequest:
+def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None) -> PlanRequest:
     """Return the planner's input, with the candidates' costs (rough without a profile)."""
+    profile = planning.profile
+    seed = planning.policy.seed
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
@@ -306,7 +295,7 @@ def planner_of(
 ) -> tuple[IterationPlanner, str]:
     """Return the iteration planner, and a sentence on whether it keeps one strategy ("" if undecided)."""
     policy = planning.policy
-    request = request_of(strategies, planning.profile, ranks, policy.seed, home)
+    request = request_of(strategies, planning, ranks, home)
     if len(strategies) == 1 or not planning.lengths:
         return IterationPlanner(request, policy), ""
     decision = static_or_dynamic(request.candidates, request.charges, planning.lengths, policy)

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,14 +54,15 @@ class ExecutableOptions:
     """
 
     backend: str | None = None
-    check: str = "off"
-    library: CompiledFolder | None = None
-    variants: Variants | None = None
     deterministic: bool = False
     loss: Loss | None = None
     seed: int = 0
     max_grad_norm: float | None = None
     progress_s: float = PROGRESS_S
+    blocks: str | None = None
+    check: str = "off"
+    library: CompiledFolder | None = None
+    variants: Variants | None = None
 
 
 class CompiledModel:
@@ -76,9 +76,7 @@ class CompiledModel:
         state: detector of changes that the user makes to the model after compilation.
     """
 
-    def __init__(
-        self, model: nn.Module, program: Program, world: World, options: ExecutableOptions, blocks: str | None
-    ) -> None:
+    def __init__(self, model: nn.Module, program: Program, world: World, options: ExecutableOptions) -> None:
         library, loss, check = options.library, options.loss, options.check
         backend = choose_backend(options.backend, world.device)
         inductor = backend == "inductor"
@@ -100,7 +98,7 @@ class CompiledModel:
             self.check = StageCheck(program, buffers, inductor, library=library)
         elif check != "off" and not world.local_rank:
             passed = library.manifest.check.stages if library is not None else None
-            subject = CheckedModel(model, program, loss or token_cross_entropy, blocks)
+            subject = CheckedModel(model, program, loss or token_cross_entropy, options.blocks)
             library_model = LibraryModel.of(subject) if has_large_blocks(program) else None
             self.check = StageCheck(program, buffers, inductor, passed=passed, model=library_model)
         variants = options.variants
@@ -129,8 +127,8 @@ class CompiledModel:
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
-            groups.same_everywhere("weights", weights_hash(model))
-            groups.same_everywhere("buffers of the model or the loss", _hash(self.buffers))
+            groups.same_everywhere("weights", hash_of(dict(model.named_parameters())))
+            groups.same_everywhere("buffers of the model or the loss", hash_of(self.buffers))
             home.fill(dict(model.named_parameters()))
 
     def identity(self, strategies: Sequence[Strategy]) -> dict[str, str]:
@@ -145,10 +143,6 @@ class CompiledModel:
             "seed": str(self.seed),
             "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
         }
-
-    @property
-    def may_stream(self) -> bool:
-        return self.sums is None
 
     def check_strategy(self, strategy: Strategy, ranks: int) -> None:
         check_strategy(self.program, strategy, ranks)
@@ -193,17 +187,10 @@ class CompiledModel:
             count = len(batch.sequences)
             numbers = [-1] * count if mode_of(purpose) == "evaluate" else range(count)
             draws = Draws(key_of(self.seed, update), numbers)
-        return packed(
-            batch,
-            strategy,
-            assignment if self.sums is None else assignment.one_by_one,
-            world.rank,
-            world.device,
-            "cu_seqlens" in self._head.inputs,
-            planned,
-            self.program.unplaced,
-            draws,
-        )
+        if self.sums is not None:
+            assignment = assignment.one_by_one
+        given = (batch, strategy, assignment, world.rank, world.device, "cu_seqlens" in self._head.inputs)
+        return packed(*given, planned, self.program.unplaced, draws)
 
 
 def check_modes(strategies: Sequence[Strategy], backend: str, sums: Deterministic | None) -> None:
@@ -239,17 +226,9 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     return {key: names[key] for key in model.state_dict() if key in names}  # without `get_extra_state`
 
 
-def _hash(buffers: Mapping[str, Tensor]) -> str:
+def hash_of(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for name, buffer in sorted(buffers.items()):
-        digest.update(f"{name} {buffer.dtype}".encode())
-        digest.update(buffer.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def weights_hash(model: nn.Module) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(tensor.detach().cpu().float().numpy()).data)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from hydragraph.engine.candidate_strategies import request_of, strategy_for
 from hydragraph.engine.collective_call import ENDS, Restriction, collective
 from hydragraph.engine.membership import Membership
 from hydragraph.engine.state_transfer import Restore, keep, read
-from hydragraph.engine.step_agreement import Promise
+from hydragraph.engine.step_agreement import Inputs, Promise
 from hydragraph.engine.step_report import StepReport
 from hydragraph.engine.weight_export import PublishedWeights, persistent_buffers, state_dict
 from hydragraph.errors import Unsupported
@@ -88,7 +88,7 @@ class Executable(Membership):
             raise Unsupported(
                 "the executable was compiled without an optimizer", where="step", remedy="pass optimizer= to compile"
             )
-        return self._iterate(sequences, strategy, "train", divide_by)
+        return self._iterate(Inputs(sequences, strategy, divide_by), "train")
 
     def announce(self, sequences: Batches) -> None:
         """Plan a later step's mini-batch while earlier steps run; optional, and only on rank 0."""
@@ -109,7 +109,7 @@ class Executable(Membership):
             sequences: the object that `step` will receive; it must be iterable twice and must not change.
         """
         self._check_open("promise")
-        self._next = Promise(sequences, strategy, divide_by) if self.world.ranks > 1 else None
+        self._next = Promise(Inputs(sequences, strategy, divide_by)) if self.world.ranks > 1 else None
 
     def choose_from(
         self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None, ready_first: bool = False
@@ -210,20 +210,14 @@ class Executable(Membership):
     @property
     def request(self) -> PlanRequest:
         """Costs of the current strategies."""
-        return request_of(
-            self.strategies,
-            self.planning.profile,
-            self.world.ranks,
-            self.planning.policy.seed,
-            self._session.owners.home,
-        )
+        return request_of(self.strategies, self.planning, self.world.ranks, self.owners)
 
     @collective("evaluate")
     def evaluate(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> StepReport:
         """Report a mini-batch's loss without changing any state; arguments are as for `step`."""
-        return self._iterate(sequences, strategy, "evaluate", divide_by)
+        return self._iterate(Inputs(sequences, strategy, divide_by), "evaluate")
 
     @overload
     def score(
@@ -253,7 +247,8 @@ class Executable(Membership):
         Raises:
             Unsupported: the loss has no log-probability per token.
         """
-        scores = self._run(sequences, strategy, "score_entropy" if entropy else "score").outcome.scores.float()
+        _, _, outcome, _ = self._run(Inputs(sequences, strategy), "score_entropy" if entropy else "score")
+        scores = outcome.scores.float()
         return (scores[:, 0], scores[:, 1]) if entropy else scores[:, 0]
 
     @collective("gradients")
@@ -264,7 +259,7 @@ class Executable(Membership):
 
         Frozen parameters, and parameters that the loss does not use, have no gradient.
         """
-        self._iterate(sequences, strategy, "gradients", divide_by)
+        self._iterate(Inputs(sequences, strategy, divide_by), "gradients")
         return self._session.gather(self.home.gradients)
 
     @collective("full_state_dict")
@@ -382,11 +377,8 @@ class Executable(Membership):
             _LOG.warning("save: %s; the checkpoint contains the trained state, but not this change", changed)
         self._session.saver.wait()
         save = self._session.saver.start if asynchronous else save_and_load.save
-        entry = {
-            "steps": self.steps,
-            "user": extra or {},
-            save_and_load.BUFFERS: persistent_buffers(self._compiled, self._session),
-        }
+        buffers = persistent_buffers(self._compiled, self._session)
+        entry = {"steps": self.steps, "user": extra or {}, save_and_load.BUFFERS: buffers}
         save(Path(path), self.home, self.optimizer, entry, self.groups)
 
     @typed("pieces")

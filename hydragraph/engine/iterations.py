@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from hydragraph import log
 from hydragraph.cluster.agreement import raise_together
@@ -20,18 +19,17 @@ from hydragraph.engine.collective_call import ENDS, CollectiveCalls
 from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transition import Holding
-from hydragraph.engine.step_agreement import Call, Promise
+from hydragraph.engine.step_agreement import Call, Inputs, Promise
 from hydragraph.engine.step_report import StepReport
 from hydragraph.engine.strategy_selector import Chooser
 from hydragraph.errors import Stopped, Unsupported
-from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch, digest
+from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.executor import IterationOutcome
 from hydragraph.runtime.home_state import settings_of
 from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
 from hydragraph.runtime.supported_optimizers import check_elementwise, check_settings
-from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
@@ -40,14 +38,6 @@ PROBED_EVERY = 4  # steps
 RECENT = 4  # strategies
 
 _Running = tuple[Strategy, tuple[int, ...], Purpose]  # strategy, micro-batch counts, purpose
-
-
-@dataclass(frozen=True, eq=False)
-class RanIteration:
-    batch: MiniBatch
-    work: AssignedBatch
-    outcome: IterationOutcome
-    preparing_s: float
 
 
 class IterationRunner(CollectiveCalls):
@@ -65,7 +55,6 @@ class IterationRunner(CollectiveCalls):
         self._choosing: Chooser | None = None
         self._next: Promise | None = None
         self._communications = 0
-        self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._probe = SpeedProbe(world.device)
         self._begin_era()
 
@@ -76,7 +65,7 @@ class IterationRunner(CollectiveCalls):
             raise ValueError(f"{what}: an update was interrupted halfway; call load or move")
 
     def _begin_era(self) -> None:
-        self._running: _Running | None = None
+        self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._recent: tuple[Strategy, ...] = ()
         self._lasted: float | None = None  # duration of the last step in seconds
         self._prepared: set[tuple[Strategy, Purpose]] = set()  # prepared by every rank
@@ -96,12 +85,9 @@ class IterationRunner(CollectiveCalls):
         """Number of updates of the state."""
         return self._session.log.progress.updates
 
-    def _iterate(
-        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
-    ) -> StepReport:
+    def _iterate(self, inputs: Inputs, purpose: Purpose) -> StepReport:
         began = time.perf_counter()
-        ran = self._run(sequences, given, purpose, divide_by)
-        batch, work, outcome = ran.batch, ran.work, ran.outcome
+        batch, work, outcome, preparing_s = self._run(inputs, purpose)
         if not outcome.finite:
             remedy = "lower the learning rate or clip gradients (max_grad_norm), and inspect this mini-batch"
             if math.isfinite(outcome.loss) and math.isnan(outcome.grad_norm):
@@ -123,15 +109,13 @@ class IterationRunner(CollectiveCalls):
             padding=work.padding,
             planning_s=work.planning.exposed_s,
             planning_hidden_s=work.planning.hidden_s,
-            preparing_s=ran.preparing_s,
+            preparing_s=preparing_s,
             expected_s=work.planning.expected_s,
             ranks=outcome.ranks,
             assignment=work.assignment,
         )
 
-    def _run(
-        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
-    ) -> RanIteration:
+    def _run(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, AssignedBatch, IterationOutcome, float]:
         """Run one iteration; mark errors that all ranks raise together as `agreed`, not as rank failures."""
         self._holding.begin()
         trains = purpose == "train"
@@ -143,7 +127,7 @@ class IterationRunner(CollectiveCalls):
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             promised = self._promised is not None
-            batch, strategy = self._agree(sequences, given, purpose, divide_by)
+            batch, strategy = self._agree(inputs, purpose)
             refused = self._refusal(purpose) if promised else None
             work = self._assign(batch, strategy, purpose)
             assigned = time.perf_counter()
@@ -152,17 +136,10 @@ class IterationRunner(CollectiveCalls):
             session = self._session
             session.executor.probe = self._probe if trains and self._probes() else None
             session.executor.beside = self._holding.handover if trains else None
+            spans = self.spans if trains else None
+            says = functools.partial(self._says, coming, purpose, refused)
             try:
-                outcome = session.execute(
-                    work,
-                    purpose,
-                    batch.divisor(divide_by),
-                    len(batch.sequences),
-                    self._update,
-                    self.steps + 1,
-                    self.spans if trains else None,
-                    functools.partial(self._says, coming, purpose, refused),
-                )
+                outcome = session.execute(work, purpose, batch, inputs.divide_by, self._update, spans, says)
             finally:
                 session.executor.beside = None
             self._holding.go_over()  # switch owners even without an update
@@ -173,7 +150,7 @@ class IterationRunner(CollectiveCalls):
             self._lasted = time.perf_counter() - began
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
                 self._promised = coming
-        return RanIteration(batch, work, outcome, preparing_s)
+        return batch, work, outcome, preparing_s
 
     def _update(self, norm: float) -> None:
         self._holding.go_over()
@@ -181,21 +158,19 @@ class IterationRunner(CollectiveCalls):
 
     # Agreement.
 
-    def _agree(
-        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
-    ) -> tuple[MiniBatch, Strategy | None]:
+    def _agree(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
         Raise an error on all ranks if the call is invalid, a save has failed, calls differ, or a rank should stop.
         """
         promised = self._promised
         if promised is not None:
-            if not promised.is_of(sequences, given, divide_by):
+            if not inputs.same_as(promised.inputs):
                 raise ValueError("step: the arguments differ from those of `promise`; pass the same objects")
             self._promised = None
             call, ranks = promised.agreed
         else:
-            call = self._checked(sequences, given, purpose, divide_by)
+            call = self._checked(inputs, purpose)
             ranks = self._session.compare(call.mark, self._reason_to_stop() if purpose == "train" else self._heard())
         if ranks.unsaved:
             try:
@@ -222,22 +197,22 @@ class IterationRunner(CollectiveCalls):
         assert call.batch is not None
         return call.batch, call.strategy
 
-    def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy) -> Call:
+    def _checked(self, inputs: Inputs, purpose: Purpose) -> Call:
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
         refused: Exception | None = None
         try:
-            if given is not None:
-                strategy = strategy_for(given, self._compiled.program)
+            if inputs.strategy is not None:
+                strategy = strategy_for(inputs.strategy, self._compiled.program)
                 self._compiled.check_strategy(strategy, self._session.world.ranks)
-            batch = self._compiled.mini_batch(sequences, purpose)
-            batch.divisor(divide_by)
+            batch = self._compiled.mini_batch(inputs.sequences, purpose)
+            batch.divisor(inputs.divide_by)
             if self._compiled.sums is not None:
                 self._compiled.sums.check_count(len(batch.sequences))
             refused = self._refusal(purpose)
         except Exception as error:
             refused = error
-        accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)
+        accepted = (str(strategy), purpose, inputs.divide_by, self._update_settings(purpose), self._restricted)
         return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
 
     def _refusal(self, purpose: Purpose) -> Exception | None:
@@ -268,7 +243,7 @@ class IterationRunner(CollectiveCalls):
         update = -1 if refused is not None else digest(self._update_settings(purpose), None) >> 10
         if coming is None:
             return self._session.saying(-1, 0, update)
-        coming.call = self._checked(coming.sequences, coming.strategy, "train", coming.divide_by)
+        coming.call = self._checked(coming.inputs, "train")
         return self._session.saying(coming.call.mark, self._reason_to_stop(), update)
 
     def _reason_to_stop(self) -> int:
@@ -282,26 +257,26 @@ class IterationRunner(CollectiveCalls):
     # Preparation.
 
     def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
-        choice = self._chooser.choose(batch.lengths, strategy)
+        chosen = self._chooser.choose(batch.lengths, strategy)
         self.strategies = self._chooser.strategies  # `choose_from` may have changed them
         world, update = self._session.world, self.steps + 1
-        return self._compiled.packed(batch, choice.strategy, choice.assignment, choice.planned, world, purpose, update)
+        return self._compiled.packed(batch, *chosen, world, purpose, update)
 
     def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
         """Build this rank's program; if one rank fails, all ranks raise an error before any messages are sent."""
-        self._running = (work.strategy, work.assignment.counts, purpose)
+        running = (work.strategy, work.assignment.counts, purpose)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
-        self._ran[self._communications] = self._running
+        self._ran[self._communications] = running
         if purpose == "train":
             others = (strategy for strategy in self._recent if strategy != work.strategy)
             self._recent = (work.strategy, *others)[:RECENT]
         preparer = self._session.preparer
         if (work.strategy, purpose) in self._prepared:
-            preparer.get(*self._running)
+            preparer.get(*running)
             return
         own: ValueError | None = None
         try:
-            preparer.get(*self._running)
+            preparer.get(*running)
             if (check := self._compiled.check) is not None:
                 program = self._compiled.variants.for_purpose(purpose).program
                 (check if program is self._compiled.program else check.of(program)).check(work.strategy)
@@ -315,17 +290,16 @@ class IterationRunner(CollectiveCalls):
     def _probes(self) -> bool:
         if not self.watched:
             return False
-        assert self._running is not None
         self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
-        idle = not self._session.preparer.get(*self._running).program.roles
+        idle = not self._session.preparer.get(*self._ran[self._communications]).program.roles
         return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
 
     def _describe(self, rank: int, index: int, number: int) -> str:
-        if self._running is None:
+        running = self._ran.get(number, next(reversed(self._ran.values()), None))
+        if running is None:
             return ""
         if number > self._communications:
             return f"instruction {index} of the next step"
-        running = self._ran.get(number, self._running)
         return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 
 

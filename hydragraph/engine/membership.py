@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -42,7 +43,6 @@ from hydragraph.runtime.state_agreement import ProgressLog, StateProgress, meet
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.argument_types import typed
 from hydragraph.spec.home import AUTO, Home, home_of
-from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
@@ -60,13 +60,12 @@ class Membership(IterationRunner):
         world: World,
         options: ExecutableOptions = ExecutableOptions(),  # noqa: B008
         *,
-        blocks: str | None = None,
         planning: Planning | None = None,
         home: Home | None = None,
         joining: bool = False,
     ) -> None:
-        compiled = CompiledModel(model, program, world, options, blocks)
-        super().__init__(compiled, Holding(compiled.initial(model, blocks)), world)
+        compiled = CompiledModel(model, program, world, options)
+        super().__init__(compiled, Holding(compiled.initial(model, options.blocks)), world)
         self.program = program
         self.seed = options.seed
         self.given = given
@@ -101,7 +100,8 @@ class Membership(IterationRunner):
         compiled.check_modes(strategies)
         self.planning = replace(self.planning, profile=compiled.priced(profile))
         chosen = home_among(world, self.program, home, strategies, self.planning)
-        self._holding.held = self._begin_session(world, chosen, lambda *state: compiled.fill(model, *state))
+        inputs = (compiled, world, chosen, self._optimizer, compiled.identity(strategies))
+        self._holding.held = Session.begin(*inputs, fill=functools.partial(compiled.fill, model))
         self._choose()
 
     def _first_strategies(self, world: World) -> tuple[Strategy, ...]:
@@ -111,7 +111,8 @@ class Membership(IterationRunner):
 
         def among(profile: Profile | Costs | None) -> tuple[Strategy, ...]:
             passed = compiled.variants.strategies
-            how = (self.program, world.ranks, profile, planning.lengths, self.wanted_home, passed, compiled.may_stream)
+            inputs = replace(planning, profile=profile)
+            how = (self.program, world.ranks, inputs, self.wanted_home, passed, self.may_stream)
             return candidates_among(world, self.given, *how)
 
         alike = compiled.sums is not None and self.given == "auto"
@@ -159,7 +160,7 @@ class Membership(IterationRunner):
     @property
     def may_stream(self) -> bool:
         """Whether strategies with streaming stages may run."""
-        return self._compiled.may_stream
+        return self._compiled.sums is None
 
     def leave(self) -> None:
         """Close the communicators but keep the state, so that ranks can connect again.
@@ -231,23 +232,17 @@ class Membership(IterationRunner):
             finished = holding.agree(meeting, world.rank)
             current_strategies = reports[meeting.leader or 0][1]
             self.planning = replace(self.planning, profile=self._compiled.priced(profile or self.planning.profile))
-            plans = self.planning
-            self.strategies = candidates_of(
-                current_strategies if strategy is None else strategy,
-                self.program,
-                world.ranks,
-                plans.profile,
-                plans.lengths,
-                home,
-                streaming=self.may_stream,
-            )
+            choices = current_strategies if strategy is None else strategy
+            how = (self.program, world.ranks, self.planning, home)
+            self.strategies = candidates_of(choices, *how, streaming=self.may_stream)
             self._compiled.check_modes(self.strategies)
             self.planning = replace(self.planning, profile=self._compiled.priced(self.planning.profile))
             home = home_among(world, self.program, home, self.strategies, self.planning)
             counts = meeting.before[world.rank] is not None
             log = ProgressLog(StateProgress(meeting.updates, meeting.norm))
             ending = holding.held if stays else None
-            session = self._begin_session(world, home, log=log, ending=ending)
+            inputs = (self._compiled, world, home, self._optimizer, self._compiled.identity(self.strategies))
+            session = Session.begin(*inputs, log=log, ending=ending)
             holding.expect(session)
             own_buffers = persistent_buffers(self._compiled, session)
             brought = bring(session, holding.held if counts else None, meeting, restore, own_buffers)
@@ -279,9 +274,8 @@ class Membership(IterationRunner):
         ending = self._session
         requested_home = home_of(home) or self.wanted_home
         chosen = home_among(ending.world, self.program, requested_home, self.strategies, self.planning)
-        arriving = self._begin_session(
-            ending.world, chosen, log=ProgressLog(ending.log.progress), ending=ending, agreed_before=True
-        )
+        log = ProgressLog(ending.log.progress)
+        arriving = Session.begin(self._compiled, ending.world, chosen, self._optimizer, {}, log=log, ending=ending)
         self._holding.hand_over(arriving)
 
     def _take_buffers(self, brought: Brought) -> None:
@@ -293,24 +287,6 @@ class Membership(IterationRunner):
 
     def _calling(self, what: str) -> AbstractContextManager[object]:
         return nullcontext() if self._watch.broken else self._watch.calling(what)
-
-    def _begin_session(
-        self,
-        world: World,
-        home: Home,
-        fill: Callable[[Groups, HomeState], None] = lambda groups, state: None,
-        log: ProgressLog | None = None,
-        ending: Session | None = None,
-        agreed_before: bool = False,
-    ) -> Session:
-        alike = {} if agreed_before else self._compiled.identity(self.strategies)
-        session = Session.begin(self._compiled, world, home, self._optimizer, fill, alike, log, ending)
-        names = [bucket.name for bucket in self.program.buckets]
-        _LOG.info("state: %s", owners_text(session.owners.home, names, world.ranks))
-        sums = self._compiled.sums
-        if sums is not None and session.optimizer is not None:
-            sums.check_optimizer(session.optimizer)
-        return session
 
     def _choose(self, as_before: bool = False) -> None:
         self._begin_era()

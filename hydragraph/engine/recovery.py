@@ -83,6 +83,21 @@ class Survived:
     finished: bool = False
 
 
+@dataclass(frozen=True)
+class Checkpoints:
+    """Functions that return what to restore if state is lost; they are called after the ranks have met.
+
+    Attributes:
+        newest: returns a checkpoint; all ranks use that of the first rank that has one.
+        pieces: returns this rank's pieces; the newer of checkpoint and pieces is read.
+        set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
+    """
+
+    newest: Callable[[], Path | None]
+    pieces: Callable[[], Pieces | None] = lambda: None
+    set_aside: Callable[[Path], bool] | None = None
+
+
 class _SetAside(Exception):  # noqa: N818
     """Raised on all ranks after a damaged checkpoint was renamed."""
 
@@ -103,30 +118,20 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: Rest
         ValueError: a part of the state is lost, and `restore` is not given.
     """
     pieces, path = (None, None) if restore is None else parts(restore)
-    survived = meet_again(exe, failure, lambda: path, pieces=lambda: pieces)
+    survived = meet_again(exe, failure, Checkpoints(lambda: path, lambda: pieces))
     if survived.ending:
         raise TooFewRanks(f"{survived.ending}: {survived.why}")
     return survived
 
 
 def meet_again(
-    exe: Executable,
-    failure: BaseException | None,
-    newest: Callable[[], Path | None],
-    soon: bool = False,
-    rates: Mapping[int, float] | None = None,
-    pieces: Callable[[], Pieces | None] = lambda: None,
-    set_aside: Callable[[Path], bool] | None = None,
+    exe: Executable, failure: BaseException | None, saved: Checkpoints, rates: Mapping[int, float] | None = None
 ) -> Survived:
     """Recover as `survive` does, but if too few ranks are left, return instead of raising.
 
     Args:
-        newest: called after ranks meet; returns the checkpoint to restore if state is lost. All ranks use the
-            checkpoint of the first rank that has one.
-        soon: whether to use the first good strategy instead of the best.
-        rates: slowdowns by member number; only on the rank that monitors speeds.
-        pieces: like `newest`, for this rank's pieces; the newer of the two checkpoints is read.
-        set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
+        rates: None to use the best strategy. Otherwise, ranks use the first good strategy; on the rank that monitors
+            speeds, `rates` has the slowdowns by member number.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -154,7 +159,7 @@ def meet_again(
         generation = member.meet(failure)
         try:
             peers = member.peers
-            moved = _move(exe, generation, peers, newest, pieces, past if soon else None, rates or {}, set_aside)
+            moved = _move(exe, generation, peers, saved, past, rates)
         except RankFailure as again:
             failure = again
             continue
@@ -204,11 +209,9 @@ def _move(
     exe: Executable,
     generation: Generation,
     peers: Sequence[Peer],
-    newest: Callable[[], Path | None],
-    pieces_of: Callable[[], Pieces | None],
-    past: Past | None,
-    rates: Mapping[int, float],
-    set_aside: Callable[[Path], bool] | None,
+    saved: Checkpoints,
+    past: Past,
+    rates: Mapping[int, float] | None,
 ) -> Moved:
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
@@ -218,29 +221,26 @@ def _move(
     with world.calling("survive"):
         fresh = exe.given == "auto" and _measured(exe, world, generation, seats)
         profile = costs_for(exe.given_profile, seats, home, exe.measured_seats)
-        if past is not None and isinstance(profile, Costs) and not fresh:
+        if rates is not None and isinstance(profile, Costs) and not fresh:
             member_rates = next((rank_rates for rank_rates in world.gather(rates) if rank_rates), {})
-            slow = {
-                rank: member_rates[m]
-                for rank, m in enumerate(generation.members)
-                if math.isfinite(member_rates.get(m, math.inf))
-            }
+            finite = {m: rate for m, rate in member_rates.items() if math.isfinite(rate)}
+            slow = {rank: finite[m] for rank, m in enumerate(generation.members) if m in finite}
             profile = profile.changed(health=Health(slow))
-        strategies = strategies_for(exe, world, home, profile, past, seats)
-        pieces = pieces_of()
-        sources = world.gather((newest(), pieces is not None))
-        saved = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
+        strategies = strategies_for(exe, world, home, profile, None if rates is None else past, seats)
+        pieces = saved.pieces()
+        sources = world.gather((saved.newest(), pieces is not None))
+        path = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
         if pieces is None and any(has_pieces for _, has_pieces in sources):
             pieces = Pieces()  # empty
-    restore: Restore | None = saved
+    restore: Restore | None = path
     if pieces is not None:
-        restore = pieces if saved is None else (pieces, saved)
+        restore = pieces if path is None else (pieces, path)
     try:
         return exe.move(world, home, generation.before, restore, strategies, profile)
     except ValueError as error:
-        if saved is None or set_aside is None or not any(world.gather(isinstance(error, Damaged))):
+        if path is None or saved.set_aside is None or not any(world.gather(isinstance(error, Damaged))):
             raise
-        if not world.gather(world.rank == 0 and set_aside(saved))[0]:
+        if not world.gather(world.rank == 0 and saved.set_aside(path))[0]:
             raise
         _LOG.warning("a DAMAGED checkpoint was renamed: %s; trying an earlier one", error)
         raise _SetAside from error
@@ -306,9 +306,9 @@ def strategies_for(
         if past is not None and isinstance(profile, Costs) and lengths:
             eras = next((history for history in world.gather(past.eras) if history), ())
             ran = replace(past, eras=eras).among(seats)
-            if (immediate_strategy := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
+            if (immediate_strategy := at_once_among(world, exe.program, profile, lengths, ran)) is not None:
                 return (immediate_strategy,)
-        how = (exe.program, world.ranks, profile, lengths, home, (), exe.may_stream)
+        how = (exe.program, world.ranks, replace(exe.planning, profile=profile), home, (), exe.may_stream)
         return candidates_among(world, "auto", *how)
 
     if isinstance(choices, str) and choices == "auto":

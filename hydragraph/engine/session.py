@@ -5,6 +5,7 @@ A session is recreated when ranks join or leave, or when state moves; the execut
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.mini_batch import AssignedBatch
+from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.program import Program
@@ -37,6 +38,9 @@ from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import Home
+from hydragraph.spec.home_text import owners_text
+
+_LOG = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=30)  # time limit of a communication
 
@@ -64,8 +68,8 @@ class Session:
         world: World,
         home: Home,
         optimizer: OptimizerFactory | None,
-        fill: Callable[[Groups, HomeState], None],
         alike: Mapping[str, str],
+        fill: Callable[[Groups, HomeState], None] = lambda groups, state: None,
         log: ProgressLog | None = None,
         ending: Session | None = None,
     ) -> Session:
@@ -87,7 +91,8 @@ class Session:
         device = world.device
         for what, text in {**alike, "home": str(home)}.items():
             groups.same_everywhere(what, text)
-        home.check(world.ranks, [bucket.name for bucket in program.buckets])
+        names = [bucket.name for bucket in program.buckets]
+        home.check(world.ranks, names)
         if home.copies > 1:
             nodes = groups.gather(world.node)
             home = home.on([nodes.index(node) for node in nodes])
@@ -98,11 +103,14 @@ class Session:
         state = HomeState.allocate(program, layouts, world.rank, device, ending.home if ending else None)
         fill(groups, state)
         trained_by = _optimizer(optimizer, state, groups)
+        if model.sums is not None and trained_by is not None:
+            model.sums.check_optimizer(trained_by)
         preparer = Preparer(program, model.variants, model.buffers, layouts, world.rank, world.ranks, device=device)
         copies = rounded(state, program.dtype, trained_by)
         exact = model.sums is not None
         executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
         saver = ending.saver if ending else Saver(world, TIMEOUT)
+        _LOG.info("state: %s", owners_text(home, names, world.ranks))
         ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm)
         return Session(program, model.buffers, world, groups, saver, *ready)
 
@@ -127,10 +135,9 @@ class Session:
         self,
         work: AssignedBatch,
         purpose: Purpose,
-        divisor: float,
-        count: int,
+        batch: MiniBatch,
+        divide_by: DivideBy,
         update: Callable[[float], None],
-        step: int,
         spans: list[TraceEvent] | None,
         says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
@@ -146,8 +153,9 @@ class Session:
             batches.update(zip(role.micro_batches, work.batches[role.pipeline], strict=True))
             places.update(zip(role.micro_batches, work.assignment.micro_batches[role.pipeline], strict=True))
         values = {"score": 1, "score_entropy": 2}.get(purpose)
-        scored = None if values is None else Scored(count, values, places)
-        timing = Timing(step, spans, self.executor.streams.clock())
+        scored = None if values is None else Scored(len(batch.sequences), values, places)
+        timing = Timing(self.log.progress.updates + 1, spans, self.executor.streams.clock())
+        divisor = batch.divisor(divide_by)
         return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:

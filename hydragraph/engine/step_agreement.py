@@ -30,13 +30,24 @@ class Call:
     mark: int
 
 
-@dataclass(eq=False)
-class Promise:
-    """Promise of the step after the current step; `call` is set once the arguments are checked."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Arguments of an iteration, as for `Executable.step`."""
 
     sequences: Batches
     strategy: Strategy | str | None
     divide_by: DivideBy = "targets"
+
+    def same_as(self, other: Inputs) -> bool:
+        equal = (self.strategy, self.divide_by) == (other.strategy, other.divide_by)
+        return equal and self.sequences is other.sequences
+
+
+@dataclass(eq=False)
+class Promise:
+    """Promise of the step after the current step; `call` is set once the arguments are checked."""
+
+    inputs: Inputs
     call: Call | None = None
     ranks: RanksCompared | None = None
 
@@ -49,6 +60,3 @@ class Promise:
         assert self.call is not None, "ranks agree on a promise only after its arguments are checked"
         assert self.ranks is not None, "ranks agree on a promise only at a commit"
         return self.call, self.ranks
-
-    def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:
-        return sequences is self.sequences and (strategy, divide_by) == (self.strategy, self.divide_by)

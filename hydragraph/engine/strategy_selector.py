@@ -20,13 +20,6 @@ from hydragraph.spec.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class IterationChoice:
-    strategy: Strategy
-    assignment: Assignment
-    planned: Planned
-
-
-@dataclass(frozen=True)
 class _Change:
     strategies: tuple[Strategy, ...]
     request: PlanRequest
@@ -88,7 +81,7 @@ class Chooser:
         if self._planner is not None:
             self._planner.announce(lengths)
 
-    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
+    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> tuple[Strategy, Assignment, Planned]:
         """Choose the assignment of a mini-batch, and its strategy unless one is given; all ranks call this.
 
         Raises:
@@ -98,13 +91,13 @@ class Chooser:
         if strategy is not None or not self._plans:
             strategy = strategy or self.strategies[0]
             assignment = assign(strategy, lengths)
-            return IterationChoice(strategy, assignment, Planned(time.perf_counter() - began))
+            return strategy, assignment, Planned(time.perf_counter() - began)
         plan = self._plan(lengths)
         if isinstance(plan, ValueError):
             raise agreed(plan)
         expected = plan.seconds if self._measured else 0.0
         planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
-        return IterationChoice(self.strategies[plan.candidate], plan.assignment, planned)
+        return self.strategies[plan.candidate], plan.assignment, planned
 
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool

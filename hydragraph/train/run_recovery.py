@@ -16,7 +16,7 @@ from typing import Any
 from hydragraph.atomic_write import write_whole
 from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cost.costs import Costs
-from hydragraph.engine.recovery import Survived, meet_again
+from hydragraph.engine.recovery import Checkpoints, Survived, meet_again
 from hydragraph.spec.health import Health
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
@@ -48,9 +48,9 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     def set_aside(damaged: Path) -> bool:
         return any(folder.replace_damaged(each) for each in folder.all() if each.path == damaged)
 
-    rates = _known_rates(run, state)
+    rates = _known_rates(run, state) if _soon(config) else None
     met = run.joined or (lambda: run)
-    survived = meet_again(executor, failure, newest, _soon(config), rates, lambda: met().pieces, set_aside)
+    survived = meet_again(executor, failure, Checkpoints(newest, lambda: met().pieces, set_aside), rates)
     run = met()
     forget_unsaved(run)
     world = executor.world

@@ -17,7 +17,7 @@ from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import apart
 from hydragraph.engine.api import _given
 from hydragraph.engine.collective_call import CollectiveCalls, collective
-from hydragraph.engine.compiled_model import tensor_names, weights_hash
+from hydragraph.engine.compiled_model import hash_of, tensor_names
 from hydragraph.runtime.deterministic_sums import Deterministic
 from tests.models import captured, llama, sequences
 from tests.own_models import small
@@ -75,9 +75,9 @@ def test_a_compiled_folder_is_read_by_any_number_of_ranks_of_an_elastic_run(
     """A rank that joins is alone while it compiles, and a run may begin with fewer ranks."""
     source: Any = mock.Mock(check="off")
     with mock.patch("hydragraph.engine.api.here", return_value=object() if elastic else None):
-        known = _given(source, None, "compiled", apart("cpu"), False, joining)
+        _, library, _ = _given(source, None, "compiled", apart("cpu"), False, joining)
     source.loaded.assert_called_once_with("compiled", ranks, False)
-    assert known.library is source.loaded.return_value
+    assert library is source.loaded.return_value
 
 
 def test_an_old_gpu_is_refused_before_a_step() -> None:
@@ -148,9 +148,9 @@ class OnGpu(Tensor):
 
 def test_a_model_on_a_gpu_is_compiled() -> None:
     model = small()
-    wanted = weights_hash(model)
+    wanted = hash_of(model.state_dict())
     model.out.weight = nn.Parameter(model.out.weight.detach().as_subclass(OnGpu))
-    assert weights_hash(model) == wanted
+    assert hash_of(model.state_dict()) == wanted
 
 
 class Noted(nn.Embedding):

@@ -12,8 +12,8 @@ import torch
 
 import hydragraph as hg
 from hydragraph.cluster.once_per_node import OfferedFile
-from hydragraph.engine.background_compile import Beforehand, Readying, _Asked, made
-from hydragraph.engine.candidate_strategies import request_of
+from hydragraph.engine.background_compile import Beforehand, Readying, made
+from hydragraph.engine.candidate_strategies import Planning, request_of
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
@@ -45,7 +45,7 @@ def trained(prepared: Ready, refused: bool) -> list[str]:
 
     def ask() -> None:
         if exe.rank == 0:
-            exe.choose_from([OTHER], request_of([OTHER], None, exe.ranks, 0), ready_first=True)
+            exe.choose_from([OTHER], request_of([OTHER], Planning(), exe.ranks), ready_first=True)
             assert exe.changing
 
     def together(value: object) -> Any:
@@ -107,7 +107,7 @@ def variants() -> Variants:
 
 def test_what_a_check_refuses_is_not_handed_on() -> None:
     check: Any = Refusing()
-    found = made(_Asked(variants(), check, [RUNNING]))
+    found = made(variants(), check, [RUNNING])
     assert found.variants is None
     assert "computes something else" in found.refused
 

@@ -21,7 +21,7 @@ import hydragraph as hg
 from hydragraph.cluster.launch import join
 from hydragraph.cluster.rendezvous.member import CALLED
 from hydragraph.engine.session import RanksCompared, Session
-from hydragraph.engine.step_agreement import Promise
+from hydragraph.engine.step_agreement import Inputs, Promise
 from hydragraph.errors import RankFailure
 from hydragraph.ir.instruction import Instruction, Op
 from tests.models import sequences
@@ -300,9 +300,10 @@ def test_what_is_said_fits_the_numbers_that_carry_it_and_is_read_back(digest: in
 
 def test_a_promise_is_of_the_very_object_and_strategy() -> None:
     given = batch(0)
-    promise = Promise(given, STRATEGY)
-    assert promise.is_of(given, STRATEGY)
-    assert not promise.is_of(batch(0), STRATEGY)
-    assert not promise.is_of(given, OTHER)
+    inputs = Inputs(given, STRATEGY)
+    assert inputs.same_as(Inputs(given, STRATEGY))
+    assert not inputs.same_as(Inputs(batch(0), STRATEGY))
+    assert not inputs.same_as(Inputs(given, OTHER))
+    promise = Promise(inputs)
     assert promise.heard([says(3)] * 2)
     assert not promise.heard([says(3), says(4)])

@@ -128,7 +128,7 @@ def out_of_memory(ready: Ready, victim: int) -> None:
     exe = compiled(ready)
     exe.step(batch())
     if exe.rank == victim:
-        block = exe._session.preparer.get(*exe._running).blocks["layer.0"]  # type: ignore[misc]
+        block = exe._session.preparer.get(*exe._ran[exe._communications]).blocks["layer.0"]
         block.variant.forward.forward = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB"))
     survive(exe, 1)
 
