@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
 from hydragraph.cost.live_values import Alive
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.profile_blocks import ProfileBlocks
 
-    Blocks = CompiledBlocks | ProfileBlocks
+    Blocks: TypeAlias = CompiledBlocks | ProfileBlocks
 
 ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels

@@ -24,9 +24,8 @@ def packed_recurrences(model: nn.Module) -> Iterator[None]:
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
     with ExitStack() as replaced:
         for module in map(sys.modules.__getitem__, names):
-            ours = {name: function for name, function in _OURS.items() if name in vars(module)}
-            if ours:
-                replaced.enter_context(mock.patch.multiple(module, **ours))
+            for name in _OURS.keys() & vars(module):
+                replaced.enter_context(mock.patch.object(module, name, _OURS[name]))
         yield
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.compiled_replay import AHEAD
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.exchanges import ring_pairs
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.pricing import micro_batches_of, ring_pairs
+from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 from hydragraph.engine.candidate_strategies import Planning
-from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
@@ -48,8 +47,7 @@ def test_a_deterministic_run_asks_for_plans_that_do_not_stream(tmp_path: Path) -
         controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # type: ignore[arg-type]
     planner.return_value.start.assert_called_once()
     assert controller._replanning is not None
-    assert not controller._replanning.streaming
-    assert not controller._question(controller._replanning, Health(), at_once=False).streaming
+    assert not controller._question.streaming
 
 
 def test_state_follows_chosen_strategies_by_measured_costs_without_a_monitor(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("hydragraph.passes.variants._shared", {})  # what this process has compiled does not help
     blocks = list[str]()
 
-    def differentiate(spec: VariantSpec, graphs: graph_passes.Graphs) -> graph_passes.Graphs:
+    def differentiate(spec: VariantSpec, graphs: Any) -> graph_passes.Graphs:
         blocks.append(spec.where)
         return original(spec, graphs)
 
